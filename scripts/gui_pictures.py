@@ -115,7 +115,7 @@ BUSY = (
         name="datasets-write",
         path="/datasets?folder={mixed}",
         ready="img[src*='/media/thumb']",
-        click="button:has-text('Have captions written')",
+        click="button:has-text('Write captions …')",
     ),
     Picture(name="trash", path="/trash", ready="text=Put back"),
     Picture(name="queue-busy", path="/queue", ready="#queue ol"),

@@ -19,7 +19,7 @@ from lora_trainer.dataset.listing import ImageFile, list_dataset
 from lora_trainer.reporting.history import number
 
 from .. import jobs
-from ..trash import store as trash
+from ..uploads import is_uploaded
 from ..workplace import Workplace
 from . import caption_job, check, crop_edit, exclusion, findings, mask_edit, notes, requests
 from .caption_edit import Edit
@@ -68,7 +68,7 @@ class DatasetApi:
         return {
             "name": opened.name,
             "others": opened.others,
-            "uploaded": trash.uploaded(self.work, opened.root),
+            "uploaded": is_uploaded(self.work, opened.root),
             "images": len(can_be_shown),
             "without_caption": sum(opened.reader.lacks_caption(each) for each in opened.pictures),
             "shown": [each.name for each in can_be_shown[::step][:_SHOWN]],
@@ -157,7 +157,8 @@ class DatasetApi:
             changes = opened.changes(edits)
             outcome = journal.perform(edit.title(), changes) if changes else None
         if edit.kind == "trigger" and _is_in_all(edit, self._opened(root)):
-            notes.use_trigger(self.work, root, edit.text.strip())
+            step = outcome.step.id if outcome else ""
+            notes.use_trigger(self.work, root, edit.text.strip(), step=step)
         return self._told(root, outcome, left)
 
     def undo(self, asked: requests.Undo, *, said: Callable[[str], str] = str) -> Json:
@@ -170,16 +171,18 @@ class DatasetApi:
             raise RequestError(
                 "something else was changed since", fix="take it back on the page Datasets"
             )
-        return self._turned(asked, lambda journal: journal.undo())
+        return self._turned(asked, back=True)
 
     def redo(self, asked: requests.Folder) -> Json:
         """Make the step that was taken back again."""
-        return self._turned(asked, lambda journal: journal.redo())
+        return self._turned(asked, back=False)
 
-    def _turned(self, asked: requests.Folder, turn: Callable[[Journal], Outcome | None]) -> Json:
+    def _turned(self, asked: requests.Folder, *, back: bool) -> Json:
         root, journal = self._place(asked)
         before = self._masks(root)
-        outcome = turn(journal)
+        outcome = journal.undo() if back else journal.redo()
+        if outcome is not None:
+            notes.follow_trigger(self.work, root, step=outcome.step.id, back=back)
         if self._masks(root) != before:
             self._follow_masks(root)
         return self._told(root, outcome)
@@ -394,7 +397,7 @@ class DatasetApi:
             "folder": str(root),
             "name": opened.name,
             "others": opened.others,
-            "uploaded": trash.uploaded(self.work, root),
+            "uploaded": is_uploaded(self.work, root),
             "pictures": [reader.card(picture) for picture in opened.pictures],
             "excluded": [opened.away.card(picture) for picture in opened.excluded],
             "problem": opened.problem,

@@ -30,7 +30,7 @@ export class Captioner {
       make("fieldset", { onchange: () => this.describe() }, make("legend", { class: "unseen" }, say("Model")), this.first, this.more),
       make("div", { class: "ds-line" }, this.mode.node, this.prompt.node, this.start, this.stop, this.names, this.back),
       this.bar, this.said, this.problems);
-    Object.assign(this, opening(say("Have captions written by a model \u2026"), this.node));
+    Object.assign(this, opening(say("Write captions \u2026"), this.node));
   }
 
   /** The model that is chosen. */

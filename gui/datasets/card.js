@@ -107,7 +107,8 @@ export class Card {
       this.seen = picture.caption;
       if (this.area.value !== picture.caption) this.area.value = picture.caption;
     }
-    this.area.placeholder = picture.stand_in ? say("trained as: {}", picture.stand_in) : say("no caption");
+    this.area.placeholder = picture.stand_in ? say("trained as: {}", picture.stand_in)
+      : picture.references.length ? say("What changes?") : say("no caption");
     this.area.readOnly = this.excluded || Boolean(picture.locked) || Boolean(picture.unreadable);
     // What cannot be read is not trained on: there is nothing to say of it, or to paint.
     this.area.hidden = Boolean(picture.unreadable) && !this.area.value;
@@ -116,7 +117,7 @@ export class Card {
     this.size.replaceChildren(...sizeTexts(picture));
     this.size.title = this.size.textContent;
     this.badges.replaceChildren(...picture.badges.map((badge) =>
-      make("li", { class: `ds-badge ds-${badge.severity}`, "data-kind": badge.kind, title: badge.title }, badge.text)));
+      make("li", { class: `ds-badge ds-${badge.severity}`, "data-kind": badge.kind, title: badge.title, "data-what": whatOf(badge) }, badge.text)));
     this.badges.hidden = picture.badges.length === 0;
     this.showCrop(picture);
   }
@@ -182,6 +183,12 @@ export class Card {
     clearTimeout(this.fading);
     if (kind === "good") this.fading = setTimeout(() => this.say(""), SAVED_SHOWN_MS);
   }
+}
+
+/** Return what a badge says at length, without the advice; nothing where that is what it says anyway. */
+function whatOf({ title, text }) {
+  const what = title.split(": ")[0];
+  return what === text ? null : what || null;
 }
 
 function place(node, left, top, width, height) {

@@ -33,6 +33,7 @@ export class EditMany {
     make("button", { type: "submit" }, say("Preview")), this.target);
     this.node = make("div", { class: "ds-panel" }, form, this.said, this.preview);
     Object.assign(this, opening(say("Change many captions \u2026"), this.node));
+    this.opener.addEventListener("click", () => { this.asksOnly(false); this.changed(); });
     this.changed();
   }
 
@@ -48,6 +49,21 @@ export class EditMany {
     this.replacement.node.hidden = kind !== "replace";
     this.joint.node.hidden = kind !== "prepend" && kind !== "append";
     this.close();
+  }
+
+  /** Open it on one instruction for all pairs: nothing but its words is asked for. */
+  instruct() {
+    this.open(true);
+    this.kind.input.value = "append";
+    this.changed();
+    this.asksOnly(true);
+    this.text.input.focus();
+  }
+
+  asksOnly(instruction) {
+    this.text.node.querySelector("label").textContent = say(instruction ? "What changes?" : "Words");
+    this.kind.node.hidden = instruction;
+    if (instruction) this.joint.node.hidden = true;
   }
 
   aim(text) { this.target.textContent = text; }

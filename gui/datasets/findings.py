@@ -10,9 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 from lora_trainer.dataset.caption_rules import words_beside
 from lora_trainer.dataset.quality import SAME_FROM, SAME_SHARE
@@ -27,6 +25,12 @@ from .view import DONE_HERE, FROM_THE_TEXT, NOT_JUDGED, badge_kind
 _COUNTED = re.compile(r"\((?P<count>[\d,]+)\): (?P<names>.*)")
 # "holds reference images, of 2 of 5 images: the captions say what changes"
 _PAIRED = re.compile(r"of (?P<pairs>[\d,]+) of (?P<images>[\d,]+) images:")
+# Kinds of which each sentence has a cure of its own, by what it begins with.
+_SENTENCES = {
+    "references of another shape": "references.shape",
+    "images that equal their reference": "references.equal",
+    "images without a reference image": "references.missing",
+}
 _NAMED = 4
 # Remarks that are in sight; the others are folded.
 IN_SIGHT = 3
@@ -49,6 +53,12 @@ KINDS = {
         one="1 image has no caption",
         why="A caption says what is in an image; what it names can be left out or changed later.",
         button="Write captions",
+    ),
+    "no-instruction": Kind(
+        some="{#} pairs have no instruction",
+        one="1 pair has no instruction",
+        why="It says what changes from before to after, as you will ask for it later.",
+        button="Write one for all",
     ),
     "bare-caption": Kind(
         some="{#} captions say nothing but the trigger word or a number",
@@ -82,6 +92,28 @@ KINDS = {
         one="1 image is small and would be enlarged",
         why="Enlarged images are soft, and so is what is learned from them.",
     ),
+    "blurred": Kind(
+        some="{#} images look blurred at the size they are trained in",
+        one="1 image looks blurred at the size it is trained in",
+        why="A blur is learned like everything else: sharper ones are better, or fewer.",
+    ),
+    "references.shape": Kind(
+        some="{#} pairs differ in shape before and after",
+        one="1 pair differs in shape before and after",
+        why="Give both the same width and height, or the edit also learns to move what it keeps.",
+    ),
+    "references.equal": Kind(
+        some="{#} pairs are the same before and after",
+        one="1 pair is the same before and after",
+        why="They teach to change nothing: replace or leave them out, unless that is meant.",
+        why_of_one="It teaches to change nothing: replace or leave it out, unless that is meant.",
+    ),
+    "references.missing": Kind(
+        some="{#} images have nothing that they were before",
+        one="1 image has nothing that it was before",
+        why="They are trained as plain images, beside the pairs.",
+        why_of_one="It is trained as a plain image, beside the pairs.",
+    ),
     "no-mask": Kind(
         some="{#} images have no mask, so the whole image counts",
         one="1 image has no mask, so the whole image counts",
@@ -97,7 +129,7 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Remark:
-    """What is said of some images, why it matters, and the link to where it is mended."""
+    """What is said of some images, why it matters, and the button that mends or shows them."""
 
     severity: str
     text: str
@@ -108,14 +140,16 @@ class Remark:
     found: str = ""
     advice: str = ""
     why: str = ""
-    label: str
-    address: str
+    label: str = ""
+    """What its button says; it has none where there is nothing to show or to press."""
     filter: str = ""
     """The kind of badge that these images have on the page Datasets."""
     find: str = ""
     """What finds these images on the page Datasets, where they have no badge."""
     is_written: bool = False
     """Mended by captions that are written here."""
+    is_instructed: bool = False
+    """Mended by one instruction for all pairs, which is typed here."""
     sets: str = ""
     """Mended by this setting of the draft, which the button makes `value`."""
     value: str = ""
@@ -158,9 +192,12 @@ def _of_captions(opened: OpenDataset) -> Iterator[Mapping[str, Any]]:
             yield {**row, "find": texts[name]}
 
 
-def remarks(folder: Path, findings: Sequence[Mapping[str, Any]], said: Words) -> list[Remark]:
-    """Return what findings say, those of a kind together, the gravest kind first."""
-    return [_remark(folder, rows, said) for rows in _groups(findings)]
+def remarks(
+    findings: Sequence[Mapping[str, Any]], said: Words, *, of_pairs: bool = False
+) -> list[Remark]:
+    """Return what findings say, those of a kind together, the gravest kind first; `of_pairs`: a caption says what
+    changes, which no model can see in an image."""
+    return [_remark(rows, said, of_pairs=of_pairs) for rows in _groups(findings)]
 
 
 def all_are_pairs(finding: Mapping[str, Any]) -> bool:
@@ -179,17 +216,23 @@ def _groups(findings: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any
     for row in findings:
         kind = str(row.get("kind"))
         # Files that cannot be read have different reasons, each with its own cure.
-        group = f"{kind}: {row.get('what')}" if kind == "unusable" else kind
+        group = f"{kind}: {row.get('what')}" if kind == "unusable" else _kind_of(row)
         kinds.setdefault(group, []).append(row)
     order = {"error": 0, "warning": 1}
     return sorted(kinds.values(), key=lambda rows: order.get(str(rows[0].get("severity")), 2))
 
 
-def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Remark:
+def _kind_of(row: Mapping[str, Any]) -> str:
+    what = str(row.get("what", ""))
+    return next(
+        (kind for start, kind in _SENTENCES.items() if what.startswith(start)), str(row.get("kind"))
+    )
+
+
+def _remark(rows: Sequence[Mapping[str, Any]], said: Words, *, of_pairs: bool) -> Remark:
     first = rows[0]
-    kind, severity = str(first.get("kind")), str(first.get("severity", "note"))
-    address = _datasets_url(folder, kind)
-    named = KINDS.get(kind)
+    kind, severity = _kind_of(first), str(first.get("severity", "note"))
+    named = KINDS.get("no-instruction" if of_pairs and kind == "no-caption" else kind)
     counted = _COUNTED.search(str(first.get("what", "")))
     if kind == "unused-mask" and severity == "note" and counted:
         return _unused_masks(counted["count"], counted["names"], said)
@@ -198,11 +241,20 @@ def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Rem
             severity=severity,
             text=said("{#} of {#} images come with a reference image", *paired.groups()),
             why=said("They are trained as pairs: the caption says what changes."),
-            label=said("Show"),
-            address=address,
         )
     if named is None:
-        return _own_words(rows, said, severity=severity, address=address)
+        return _own_words(rows, said, severity=severity)
+    if counted and kind in _SENTENCES.values():
+        names = counted["names"].split(", ")
+        return Remark(
+            severity=severity,
+            text=said(named.one) if counted["count"] == "1" else said(named.some, counted["count"]),
+            names=", ".join(names[:_NAMED]),
+            more=max(0, len(names) - _NAMED),
+            why=said(
+                named.why_of_one if counted["count"] == "1" and named.why_of_one else named.why
+            ),
+        )
     count = _count(rows)
     names = [str(row["file"]) for row in rows if row.get("file")]
     what = str(first.get("what", ""))
@@ -217,10 +269,10 @@ def _remark(folder: Path, rows: Sequence[Mapping[str, Any]], said: Words) -> Rem
         advice=sentence(str(first.get("advice", "")), said) if of_reading else "",
         why=said(named.why_of_one if count == 1 and named.why_of_one else named.why),
         label=said(named.button),
-        address=address,
         filter=badge_kind(kind),
         find=str(first.get("find", "")),
-        is_written=kind == "no-caption",
+        is_written=kind == "no-caption" and not of_pairs,
+        is_instructed=kind == "no-caption" and of_pairs,
     )
 
 
@@ -233,15 +285,12 @@ def _unused_masks(count: str, names: str, said: Words) -> Remark:
         names=names,
         why=said("With them only what is white in them counts."),
         label=said("Use it") if count == "1" else said("Use them"),
-        address="",
         sets="data.masks",
         value="files",
     )
 
 
-def _own_words(
-    rows: Sequence[Mapping[str, Any]], said: Words, *, severity: str, address: str
-) -> Remark:
+def _own_words(rows: Sequence[Mapping[str, Any]], said: Words, *, severity: str) -> Remark:
     """Return a remark of a kind that the page has no words for, in those of the command."""
     first = rows[0]
     name = f"{first['file']} " if first.get("file") else ""
@@ -251,7 +300,6 @@ def _own_words(
         about=sentence(str(first.get("advice", "")), said),
         why=said("And {} more like it.", f"{len(rows) - 1:,}") if len(rows) > 1 else "",
         label=said("Show"),
-        address=address,
         filter=badge_kind(str(first.get("kind"))),
     )
 
@@ -263,8 +311,3 @@ def _count(rows: Sequence[Mapping[str, Any]]) -> int:
         int(first) if first.isdecimal() and not row.get("file") else 1
         for first, row in zip(said, rows, strict=True)
     )
-
-
-def _datasets_url(folder: Path, kind: str = "") -> str:
-    of_kind = {"kind": badge_kind(kind)} if kind else {}
-    return "/datasets?" + urlencode({"folder": folder} | of_kind)

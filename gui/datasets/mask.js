@@ -4,6 +4,7 @@ import { say } from "/ui/shared/words.js";
 import { button, make } from "/ui/shared/elements.js";
 
 const STEPS_KEPT = 20;
+const DIMMED = 0.8; // of the light that the mask takes
 
 /** Return the parts of the painting: {canvas, tools, crops, painted()}; `painted` is the mask as a data URL, and
  *  `findSubject` resolves to one of the subject, to nothing where there is none. `changed` is called at each change. */
@@ -26,17 +27,48 @@ export function maskPane(file, { width_px, height_px, mask, seen, finds_subject:
       if (found) brush.take(found);
     }, { title: say("Finds what the image shows, by the program rembg") }),
     button(say("All of it"), () => brush.fill(255)), button(say("Nothing"), () => brush.fill(0)), button(say("Undo"), () => brush.undo())].filter(Boolean));
-  const pictures = (seen ?? []).map((one) => make("figure", {}, make("img", { src: one.src, alt: one.said }), make("figcaption", {}, one.said)));
+  const views = (seen ?? []).map((one) => new Seen(one, brush));
+  brush.drawn = () => { for (const view of views) view.draw(); };
+  const pictures = views.map((view) => view.node);
   const crops = pictures.length ? make("div", { class: "crops" }, make("h3", {}, say("What the training sees")), ...pictures) : "";
   return { canvas, tools, crops, painted: () => canvas.toDataURL("image/png") };
+}
+
+/** A crop that is trained, dimmed where the mask says that it counts little: as the mask is now, saved or not. */
+class Seen {
+  constructor({ src, said, part, is_mirrored: isMirrored }, brush) {
+    Object.assign(this, { part, isMirrored, brush });
+    this.canvas = make("canvas", { role: "img", "aria-label": said });
+    this.node = make("figure", {}, this.canvas, make("figcaption", {}, said));
+    this.image = new Image();
+    this.image.onload = () => { Object.assign(this.canvas, { width: this.image.naturalWidth, height: this.image.naturalHeight }); this.draw(); };
+    this.image.src = src;
+  }
+
+  draw() {
+    const { width, height } = this.canvas;
+    const { canvas: mask, isFresh } = this.brush;
+    if (!this.image.complete || !this.image.naturalWidth) return; // it draws itself once it is there
+    const context = this.canvas.getContext("2d");
+    context.drawImage(this.image, 0, 0);
+    if (isFresh) return; // without a mask all of it counts
+    const [left, top, right, bottom] = this.part.map((share, at) => share * (at % 2 ? mask.height : mask.width));
+    context.save();
+    context.globalCompositeOperation = "multiply";
+    context.globalAlpha = DIMMED;
+    if (this.isMirrored) { context.translate(width, 0); context.scale(-1, 1); }
+    context.drawImage(mask, left, top, right - left, bottom - top, 0, 0, width, height);
+    context.restore();
+  }
 }
 
 /** Draws on a canvas of greys, white on black; the page dims what is dark. */
 class Brush {
   constructor(canvas, mask, changed) {
-    Object.assign(this, { canvas, changed, share: 0.12, erases: false, before: [], at: null });
+    Object.assign(this, { canvas, changed, drawn: () => {}, share: 0.12, erases: false, before: [], at: null });
     this.context = canvas.getContext("2d", { willReadFrequently: true });
     this.flat(0);
+    this.hadMask = Boolean(mask);
     if (mask) this.load(mask); else canvas.classList.add("fresh"); // the image is seen until something is painted
     canvas.addEventListener("pointerdown", (event) => {
       canvas.setPointerCapture(event.pointerId);
@@ -57,12 +89,15 @@ class Brush {
 
   load(mask) {
     const image = new Image();
-    image.onload = () => this.context.drawImage(image, 0, 0, this.canvas.width, this.canvas.height);
+    image.onload = () => { this.context.drawImage(image, 0, 0, this.canvas.width, this.canvas.height); this.drawn(); };
     image.src = mask;
   }
 
   /** Take a mask that was made elsewhere, as a step that can be undone. */
   take(mask) { this.keep(); this.load(mask); }
+
+  /** Whether nothing was painted yet. */
+  get isFresh() { return this.canvas.classList.contains("fresh"); }
 
   get width() { return this.share * Math.max(this.canvas.width, this.canvas.height); }
 
@@ -95,6 +130,7 @@ class Brush {
     context.moveTo(from.x, from.y);
     context.lineTo(to.x, to.y + (from === to ? 0.01 : 0));
     context.stroke();
+    this.drawn();
   }
 
   keep() {
@@ -104,12 +140,17 @@ class Brush {
     this.before.splice(0, this.before.length - STEPS_KEPT);
   }
 
-  undo() { const last = this.before.pop(); if (last) this.context.putImageData(last, 0, 0); }
+  undo() {
+    const last = this.before.pop();
+    if (last) this.context.putImageData(last, 0, 0);
+    this.canvas.classList.toggle("fresh", !this.hadMask && !this.before.length);
+    this.drawn();
+  }
 
   flat(grey) {
     this.context.fillStyle = `rgb(${grey} ${grey} ${grey})`;
     this.context.fillRect(0, 0, this.canvas.width, this.canvas.height);
   }
 
-  fill(grey) { this.keep(); this.flat(grey); }
+  fill(grey) { this.keep(); this.flat(grey); this.drawn(); }
 }

@@ -20,7 +20,7 @@ from PIL import Image
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.buckets import Bucket, cut, place
+from lora_trainer.dataset.buckets import Bucket, Placement, cut, place
 from lora_trainer.dataset.captions import split_name
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.listing import ImageFile
@@ -62,7 +62,11 @@ class MaskEdit:
             "height_px": height_px,
             "mask": self._mask_url((width_px, height_px)),
             "finds_subject": is_here(),
-            "seen": list(self._seen(image.crop(crop) if crop and has_crop else image, bucket)),
+            "seen": list(
+                self._seen(
+                    image, crop=crop if crop and has_crop else (0, 0, *image.size), bucket=bucket
+                )
+            ),
         }
 
     def subject(self) -> str:
@@ -119,18 +123,41 @@ class MaskEdit:
         pixels = read_mask(mask, settings=self.settings)[0]
         return _DATA + base64.b64encode(_png_bytes(pixels.resize(size_px))).decode()
 
-    def _seen(self, image: Image.Image, bucket: str) -> Iterator[dict[str, str]]:
-        """Yield the crops that are trained, made by the trainer's own functions, the mirrored one too."""
+    def _seen(
+        self, whole: Image.Image, *, crop: tuple[int, int, int, int], bucket: str
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the crops that are trained, made by the trainer's own functions, the mirrored one too.
+
+        `part` is what of the whole image that is, in shares of it: there lies the part of the mask that counts for it.
+        """
         width, _, height = bucket.partition("x")
         if not (width.isdigit() and height.isdigit()):
             return
+        image = whole.crop(crop)
         placement = place(*image.size, buckets=[Bucket(int(width), int(height))])
+        part = _part(placement, crop=crop, whole_px=whole.size)
         for flip in (False, True) if self.settings.flip else (False,):
             pixels = cut(image, placement, flip=flip)
             pixels.thumbnail((_SHOWN_PX, _SHOWN_PX))
             size = f"{width} \u00d7 {height} px"
             said = f"cropped to {size}, mirrored" if flip else f"cropped to {size}"
-            yield {"said": said, "src": _jpeg_url(pixels)}
+            yield {"said": said, "src": _jpeg_url(pixels), "part": part, "is_mirrored": flip}
+
+
+def _part(
+    placement: Placement, *, crop: tuple[int, int, int, int], whole_px: tuple[int, int]
+) -> list[float]:
+    """Return the edges of what a placement keeps of a crop, in shares of the whole image."""
+    kept = (
+        placement.left_px / placement.scaled_width_px,
+        placement.top_px / placement.scaled_height_px,
+        (placement.left_px + placement.bucket.width_px) / placement.scaled_width_px,
+        (placement.top_px + placement.bucket.height_px) / placement.scaled_height_px,
+    )
+    sizes = (crop[2] - crop[0], crop[3] - crop[1])
+    return [
+        (crop[at % 2] + share * sizes[at % 2]) / whole_px[at % 2] for at, share in enumerate(kept)
+    ]
 
 
 def _size(image: Image.Image) -> tuple[int, int]:

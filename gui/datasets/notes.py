@@ -29,6 +29,17 @@ from .journal import dataset_key
 
 MAX_RECENT = 12
 _NO_DRAFT = "0" * 12
+_TRIGGER = "data.trigger"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordSet:
+    """The step of the journal that set the trigger word, and what it took the place of: Undo takes the word too."""
+
+    step: str
+    word: str
+    noted_before: str | None
+    drafted_before: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +52,7 @@ class Notes:
     opened_s: float = 0.0
     trigger: str | None = None
     resolution: str | None = None
+    word_set: WordSet | None = None
 
 
 def read(work: Workplace, root: Path) -> Notes:
@@ -73,13 +85,47 @@ def draft_for(work: Workplace, root: Path) -> Draft:
     return Draft(id=_NO_DRAFT, dataset=str(root))
 
 
-def use_trigger(work: Workplace, root: Path, word: str) -> None:
-    """Remember the trigger word that all captions of a folder have; the newest draft about it trains with it."""
-    save(work, replace(read(work, root), folder=str(root), trigger=word))
+def use_trigger(work: Workplace, root: Path, word: str, *, step: str = "") -> None:
+    """Remember the trigger word that all captions of a folder have; the newest draft about it trains with it.
+
+    `step` is the one of the journal that wrote it into captions.
+    """
+    noted, before = read(work, root), draft_for(work, root).settings.get(_TRIGGER)
+    made = WordSet(
+        step=step,
+        word=word,
+        noted_before=noted.trigger,
+        drafted_before=before if isinstance(before, str) else None,
+    )
+    _with_trigger(work, root, replace(noted, word_set=made), noted=word, drafted=word)
+
+
+def follow_trigger(work: Workplace, root: Path, *, step: str, back: bool) -> None:
+    """Take the trigger word back with the step that set it, or set it again with that step; other steps do nothing."""
+    noted = read(work, root)
+    made = noted.word_set
+    if made is None or made.step != step or (back and noted.trigger != made.word):
+        return  # another word was chosen since
+    if back:
+        _with_trigger(work, root, noted, noted=made.noted_before, drafted=made.drafted_before)
+    else:
+        _with_trigger(work, root, noted, noted=made.word, drafted=made.word)
+
+
+def _with_trigger(
+    work: Workplace, root: Path, notes: Notes, *, noted: str | None, drafted: str | None
+) -> None:
+    save(work, replace(notes, folder=str(root), trigger=noted))
     with drafts.changing(work):
         draft = draft_for(work, root)
-        if draft.id != _NO_DRAFT:  # a later one takes it from here
-            drafts.save(work, draft.with_setting("data.trigger", word))
+        if draft.id == _NO_DRAFT:  # a later one takes it from here
+            return
+        changed = (
+            draft.without_setting(_TRIGGER)
+            if drafted is None
+            else draft.with_setting(_TRIGGER, drafted)
+        )
+        drafts.save(work, changed)
 
 
 def use_masks(work: Workplace, root: Path) -> None:
@@ -171,5 +217,18 @@ def _read(file: Path) -> Notes | None:
                 opened_s=opened_s,
                 trigger=trigger,
                 resolution=resolution,
+                word_set=_word_set(values.get("word_set")),
             )
+    return None
+
+
+def _word_set(values: object) -> WordSet | None:
+    match values:
+        case {
+            "step": str() as step,
+            "word": str() as word,
+            "noted_before": str() | None as noted,
+            "drafted_before": str() | None as drafted,
+        }:
+            return WordSet(step=step, word=word, noted_before=noted, drafted_before=drafted)
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.routing import Route
@@ -14,7 +13,7 @@ from ..server.translation import Words
 from ..workplace import Workplace
 from . import requests
 from .api import DatasetApi
-from .findings import IN_SIGHT, remarks
+from .findings import IN_SIGHT, all_are_pairs, remarks
 from .spoken import in_language
 from .view import is_warned_of, verdict
 
@@ -27,7 +26,7 @@ def routes(work: Workplace) -> list[Route]:
 
     def remarks_on(asked: requests.Folder, _: Words) -> Mapping[str, Any]:
         score, found = api.findings(asked)
-        listed = remarks(Path(asked.folder), found, _)
+        listed = remarks(found, _, of_pairs=any(map(all_are_pairs, found)))
         return {
             "findings": render("datasets/remarks.html", _, remarks=listed, most=IN_SIGHT),
             "verdict": _(verdict(score, found)),

@@ -7,7 +7,7 @@ import { ask, askInTurn } from "/ui/datasets/asking.js";
 import { Captioner } from "/ui/datasets/captioner.js";
 import { Card } from "/ui/datasets/card.js";
 import { EditMany } from "/ui/datasets/edit_many.js";
-import { make } from "/ui/shared/elements.js";
+import { holds, make } from "/ui/shared/elements.js";
 import { Opener } from "/ui/datasets/opener.js";
 import { tagsOf } from "/ui/datasets/tags.js";
 import { Tools } from "/ui/datasets/tools.js";
@@ -38,16 +38,15 @@ class Part {
   draw() {
     const shown = this.near || this.node.contains(document.activeElement);
     const nodes = shown ? this.rows.map((row) => this.editor.card(row).node) : [];
-    const same = nodes.length === this.node.children.length
-      && nodes.every((node, index) => node === this.node.children[index]);
+    const heightPx = this.node.offsetHeight; // as it is while it holds the cards
+    const same = holds(this.node, nodes);
     if (!shown && !same) {
-      this.editor.partPx = this.node.offsetHeight;
+      this.editor.partPx = heightPx;
       this.rows.forEach((row) => this.editor.forget(row));
     }
     const share = same ? this.rows.length / CHUNK : 1;
     if (shown) this.node.style.height = "";
     else if (!same || !this.node.style.height) this.node.style.height = `${share * this.editor.partPx}px`;
-    if (!same) this.node.replaceChildren(...nodes); // moving a node would take the focus from it
   }
 }
 
@@ -149,6 +148,8 @@ class Editor {
       this.wish = "";
     }
     this.page.hidden = false;
+    const arePairs = answer.pictures.length > 0 && answer.pictures.every((row) => row.references.length);
+    this.captioner.opener.hidden = arePairs; // no model sees what is to change
     this.opener.entitle(answer); // a heap of photos is called after how many of them can be read
     if (this.found) {
       this.tools.search.input.value = this.found;

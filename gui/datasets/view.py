@@ -38,11 +38,11 @@ _BADGES: Mapping[str, tuple[str, str | None]] = {
     "cmyk-profile": ("colours", "CMYK, colours may shift"),
     "cropped": ("extreme aspect", "extreme aspect"),
     "depth": ("colours", "16 bit"),
-    "duplicate": ("near-duplicate", None),
+    "duplicate": ("near-duplicate", "duplicate"),
     "exif": ("turned", "turned upright"),
     "exposure": ("exposure", None),
     "low-resolution": ("small", "small"),
-    "near-duplicate": ("near-duplicate", None),
+    "near-duplicate": ("near-duplicate", "near-duplicate"),
     "two-captions": ("two captions", "two captions"),
     "unusable": ("unreadable", "unreadable"),
 }

@@ -3,7 +3,7 @@
 // is typed is saved, refused and warned of as it is there. Below are the tags of all captions, to add or take away.
 import { dialog } from "/ui/dialog.js";
 import { say } from "/ui/shared/words.js";
-import { button, choice, make } from "/ui/shared/elements.js";
+import { button, icon, make } from "/ui/shared/elements.js";
 import { CropBox } from "/ui/datasets/crop_box.js";
 import { maskPane } from "/ui/datasets/mask.js";
 import { tagsOf } from "/ui/datasets/tags.js";
@@ -41,9 +41,14 @@ class Workbench {
     this.tags = make("div", { class: "ds-tags", role: "group", "aria-label": say("Tags of all captions") });
     this.back = button(say("Previous"), () => this.turn(-1), { "aria-keyshortcuts": "PageUp" });
     this.next = button(say("Next"), () => this.turn(1), { "aria-keyshortcuts": "PageDown" });
-    this.crop = button(say("Crop"), () => this.begin("crop"));
-    this.mask = button(say("Mask"), () => this.begin("mask"));
-    this.exclude = button(say("Exclude"), () => this.leaveOut());
+    const does = (name, label, act) => {
+      const found = button(label, act);
+      found.prepend(icon(name));
+      return found;
+    };
+    this.crop = does("crop", say("Crop"), () => this.begin("crop"));
+    this.mask = does("contrast", say("Mask"), () => this.begin("mask"));
+    this.exclude = does("x", say("Exclude"), () => this.leaveOut());
     this.head = make("div", { class: "wb-head" }, this.name, this.counter,
       make("p", { class: "actions" }, this.crop, this.mask, this.exclude), make("p", { class: "actions" }, this.back, this.next));
     this.shown = dialog(say("Image and caption"), {
@@ -130,12 +135,18 @@ class Workbench {
     const sizes = /^\d+x\d+$/.test(bucket ?? "") ? [bucket, bucket.split("x").reverse().join("x")] : [];
     const shapes = [["", say("any shape")], ["1x1", say("square")],
       ...[...new Set(sizes)].filter((size) => new Set(size.split("x")).size > 1).map((size) => [size, say("as {} px", size.replace("x", " \u00d7 "))])];
-    const shape = choice(say("Shape"), shapes, () => {
-      const [wide, high] = shape.input.value.split("x").map(Number);
+    const chips = shapes.map(([value, text]) => button(text, () => {
+      const [wide, high] = value.split("x").map(Number);
       box.keepShape(high ? wide / high * height / width : 0);
-    });
+      mark(value);
+    }, { class: "ds-chip", value }));
+    const mark = (value) => { for (const chip of chips) chip.setAttribute("aria-pressed", String(chip.value === value)); };
+    mark("");
     tell();
-    this.work("crop", box.node, [shape.node, shown], {
+    const shape = make("div", { class: "wb-shapes", role: "group", "aria-label": say("Shape") }, ...chips);
+    this.work("crop", box.node, [shape, shown], {
+      title: say("Which part is trained?"),
+      note: say("Drag the corners, or draw a new frame. What is dark is left out; the file stays as it is."),
       save: say("Save the crop"), act: () => this.change("crop", { box: box.box }),
       remove: crop ? [say("The whole image"), () => this.change("crop", { box: null })] : null,
     });
@@ -152,6 +163,7 @@ class Workbench {
       return found.subject;
     }, () => { this.unsaved = say("The mask is not saved: save it, or press Cancel."); });
     this.work("mask", make("div", { class: "paint" }, pane.canvas), [pane.tools], {
+      title: say("What of it counts?"),
       save: say("Save the mask"), act: () => this.change("mask", { mask: pane.painted() }),
       remove: answer.mask ? [say("Remove the mask"), () => this.change("mask", { mask: "" })] : null,
       note: say("Paint what is to be learned; the dark part counts little. Saved as a file beside {}; Undo on the page takes it back.", this.card.picture.file),
@@ -161,13 +173,13 @@ class Workbench {
   }
 
   /** Put what is done on the picture there, and its tools and the buttons that end it in the place of the caption. */
-  work(kind, node, tools, { save, act, remove, note = "", more = "" }) {
+  work(kind, node, tools, { title, save, act, remove, note, more = "" }) {
     this.refused = make("p", { class: "ds-error", role: "alert" });
     const goOn = async () => { if (await act() && this.turn(1)) this.begin(kind); };
     const onwards = this.next.disabled ? [] : [button(say("Save, then the next image"), goOn)];
     this.stage.replaceChildren(this.picture, node);
     this.press(kind);
-    this.bar.replaceChildren(make("div", { class: "ds-line" }, ...tools), ...(note ? [make("p", { class: "ds-quiet" }, note)] : []), more,
+    this.bar.replaceChildren(make("h3", {}, title), make("p", { class: "ds-quiet" }, note), make("div", { class: "ds-line" }, ...tools), more,
       this.refused, make("p", { class: "actions" }, button(save, act, { class: "primary big" }), ...onwards,
         ...(remove ? [button(...remove)] : []), button(say("Cancel"), () => { this.end(); this.card.area.focus(); })));
   }
@@ -275,11 +287,13 @@ class Workbench {
     const isTagged = own.length > 1 && own.every((tag) => tag.length <= LONGEST_TAG);
     const chip = (tag, count, does, pressed, label) => button("", does, { class: "ds-chip", "aria-pressed": String(pressed), "aria-label": label });
     const parts = [
+      ...(isTagged ? [make("span", { class: "ds-quiet" }, say("In this caption:"))] : []),
       ...(isTagged ? own : []).map((tag) => {
         const one = chip(tag, 0, () => this.write(own.filter((each) => each !== tag).join(", ")), true, say("Take away {}", tag));
         one.append(make("span", { translate: "no" }, tag), " \u00d7");
         return one;
       }),
+      ...(shown.length ? [make("span", { class: "ds-quiet" }, isTagged ? say("Add from the others:") : say("Add:"))] : []),
       ...shown.map(([tag, count]) => {
         const one = chip(tag, count, () => this.add(tag, fitting.length ? typed : ""), false, say("Add {}, in {#} captions", tag, count));
         one.append(make("span", { translate: "no" }, tag), ` ${count}`);

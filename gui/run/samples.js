@@ -2,7 +2,7 @@
 //
 // The sheet is what parts.py returns. Texts of it are set as text only. Keys in the large picture: left and right
 // another prompt, up and down another step, Escape closes.
-import { button, make } from "/ui/shared/elements.js";
+import { button, icon, make } from "/ui/shared/elements.js";
 import { say } from "/ui/shared/words.js";
 
 /** Show the samples in `place`, first as data-sheet has them, and in `others` those of further prompts, small; `markBest` marks a step as the best and returns {error} or
@@ -137,15 +137,6 @@ export function samples(place, others, markBest) {
     const label = say("Download the LoRA of {}", step.name);
     const file = step.file ? [" ", make("a", { href: step.file, download: "", "aria-label": label, title: label }, icon("download"))] : [];
     return make("th", { scope: "col" }, step.name, ...best, ...file);
-  }
-
-  function icon(name) {
-    const [svg, use] = ["svg", "use"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
-    svg.setAttribute("class", "icon");
-    svg.setAttribute("aria-hidden", "true");
-    use.setAttribute("href", `/ui/icons.svg#${name}`);
-    svg.append(use);
-    return svg;
   }
 
   function row(prompt, index) {

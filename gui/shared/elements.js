@@ -18,6 +18,16 @@ export function button(text, onclick, attributes = {}) {
   return make("button", { type: "button", onclick, ...attributes }, text);
 }
 
+/** Return an icon of the pages; what it says is beside it. */
+export function icon(name) {
+  const [svg, use] = ["svg", "use"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
+  svg.setAttribute("class", "icon");
+  svg.setAttribute("aria-hidden", "true");
+  use.setAttribute("href", `/ui/icons.svg#${name}`);
+  svg.append(use);
+  return svg;
+}
+
 let fields = 0;
 
 /** Return an input or select with its label above it, as {node, input}. */
@@ -61,8 +71,10 @@ export function afterPause(pause_ms, act) {
   };
 }
 
-/** Let a place hold these nodes, in this order; moving a node would take the focus, and what is being typed, from it. */
+/** Let a place hold these nodes, in this order; moving a node would take the focus, and what is being typed, from it.
+ *  Return whether it held them already. */
 export function holds(place, nodes) {
   const same = nodes.length === place.children.length && nodes.every((node, at) => node === place.children[at]);
   if (!same) place.replaceChildren(...nodes);
+  return same;
 }

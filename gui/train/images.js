@@ -11,9 +11,10 @@ import { button, holds, make } from "/ui/shared/elements.js";
 const SHOWN = 24;
 
 export class Images {
-  /** `changed` hears that the images are others, so that the page looks at the folder again; `named` what it is called. */
-  constructor(place, leaving, { changed, named }) {
-    Object.assign(this, { folder: "", cards: new Map(), away: new Set(), chosen: new Set(), tell: changed, named, leaving });
+  /** `changed` hears that the images are others, so that the page looks at the folder again; `named` what it is called,
+   *  `drawn` that the cards are there. */
+  constructor(place, leaving, { changed, named, drawn }) {
+    Object.assign(this, { folder: "", rows: [], only: null, cards: new Map(), away: new Set(), chosen: new Set(), tell: changed, named, drawn, leaving });
     this.said = make("p", { class: "line", role: "status" });
     this.list = make("ul", { class: "ds-cards", "aria-label": say("Your images and their captions") });
     this.more = make("p", { class: "ds-quiet" });
@@ -24,8 +25,9 @@ export class Images {
     for (const { opener } of panels) {
       opener.addEventListener("click", () => { for (const each of panels) if (each.opener !== opener) each.open(false); });
     }
-    this.bar = make("div", { class: "images-bar", hidden: true },
-      make("p", { class: "ds-quiet" }, say("Click into a caption to change it; it saves itself.")), this.captioner.opener, this.bulk.opener);
+    this.hint = make("p", { class: "ds-quiet" });
+    this.showsAll = button(say("Show all"), () => this.showOnly(null), { class: "bare", hidden: true });
+    this.bar = make("div", { class: "images-bar", hidden: true }, this.hint, this.showsAll, this.captioner.opener, this.bulk.opener);
     place.replaceChildren(this.bar, this.captioner.node, this.bulk.node, this.said, this.list, this.more);
     window.addEventListener("beforeunload", (event) => {
       if ([...this.cards.values()].some((card) => card.dirty)) event.preventDefault();
@@ -38,6 +40,7 @@ export class Images {
   async open(folder) {
     if (folder !== this.folder) {
       this.cards.clear();
+      this.only = null;
       this.said.replaceChildren();
     }
     this.folder = folder;
@@ -54,6 +57,22 @@ export class Images {
     await this.captioner.begin();
   }
 
+  /** Have one instruction typed for all pairs. */
+  instruct() {
+    this.captioner.open(false);
+    this.bulk.instruct();
+  }
+
+  /** Show the images that a remark is about, {kind} or {find}, or all of them. */
+  showOnly(only) {
+    this.only = only;
+    this.drawCards();
+    if (only) this.list.firstElementChild?.scrollIntoView({ block: "nearest" });
+  }
+
+  /** Whether an image has a remark of a kind. */
+  has(kind) { return this.rows.some((row) => row.badges.some((badge) => badge.kind === kind)); }
+
   async flush() { await Promise.all([...this.cards.values()].filter((card) => card.dirty).map((card) => card.save())); }
 
   async reload() {
@@ -68,7 +87,26 @@ export class Images {
     this.files = pictures.map((row) => row.file);
     const { length } = pictures.filter((row) => !row.unreadable); // as the report counts them
     this.bulk.aim(length === 1 ? say("for the one image") : say("for all {#} images", length.toLocaleString("en")));
-    const rows = pictures.slice(0, SHOWN);
+    this.rows = pictures;
+    const arePairs = length > 0 && pictures.every((row) => row.references.length);
+    this.captioner.opener.hidden = arePairs; // no model sees what is to change
+    this.arePairs = arePairs;
+    this.drawCards();
+    this.drawn();
+  }
+
+  drawCards() {
+    const { kind, find } = this.only ?? {};
+    const fits = (row) => (find ? `${row.file}\n${row.caption}`.toLowerCase().includes(find.toLowerCase())
+      : row.badges.some((badge) => badge.kind === kind));
+    const found = this.only ? this.rows.filter(fits) : this.rows;
+    const shown = found.length ? found : this.rows; // the last one was mended
+    if (shown === this.rows) this.only = null;
+    const { length } = this.rows;
+    this.hint.textContent = this.only ? say("{#} of {#} shown", shown.length.toLocaleString("en"), length.toLocaleString("en"))
+      : this.arePairs ? say("Click into an instruction to change it; it saves itself.") : say("Click into a caption to change it; it saves itself.");
+    this.showsAll.hidden = !this.only;
+    const rows = shown.slice(0, SHOWN);
     const names = new Set(rows.map((row) => row.file));
     for (const name of this.cards.keys()) if (!names.has(name)) this.cards.delete(name);
     for (const row of rows) {
@@ -76,7 +114,7 @@ export class Images {
       else this.cards.set(row.file, new Card(this, row, false));
     }
     holds(this.list, rows.map((row) => this.cards.get(row.file).node));
-    const left = pictures.length - rows.length;
+    const left = shown.length - rows.length;
     this.more.textContent = left > 0 ? say("and {#} more", left.toLocaleString("en")) : "";
   }
 

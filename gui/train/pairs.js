@@ -4,6 +4,7 @@ import { sendFiles } from "/ui/shared/drop.js";
 import { button, make } from "/ui/shared/elements.js";
 import { say } from "/ui/shared/words.js";
 
+const STRIP = 6; // pictures of a heap
 const CAPTION = /\.txt$/i;
 const natural = new Intl.Collator("en", { numeric: true });
 
@@ -11,17 +12,17 @@ const stemOf = ({ name }) => name.replace(/\.[^.]*$/, "");
 const endOf = ({ name }) => name.match(/\.[^.]*$/)?.[0] ?? "";
 const byName = (files) => [...files].sort((a, b) => natural.compare(a.name, b.name));
 
-/** Return [{before, after}] of two heaps, and the files without a partner. */
+/** Return [{before, after}] of two heaps, the files without a partner, and whether their names say what belongs together. */
 export function matched(befores, afters) {
   const named = new Map(byName(befores).map((file) => [stemOf(file).toLowerCase(), file]));
   const same = byName(afters).filter((file) => named.has(stemOf(file).toLowerCase()));
   if (same.length === 0 && befores.length === afters.length) {
     const ordered = byName(befores);
-    return { pairs: byName(afters).map((after, index) => ({ before: ordered[index], after })), alone: [] };
+    return { pairs: byName(afters).map((after, index) => ({ before: ordered[index], after })), alone: [], byNames: false };
   }
   const pairs = same.map((after) => ({ before: named.get(stemOf(after).toLowerCase()), after }));
   const taken = new Set(pairs.flatMap(({ before, after }) => [before, after]));
-  return { pairs, alone: [...befores, ...afters].filter((file) => !taken.has(file)) };
+  return { pairs, alone: [...befores, ...afters].filter((file) => !taken.has(file)), byNames: true };
 }
 
 /** Return the files of pairs as the dataset has them: NAME.png, references/NAME.jpg and NAME.txt with what changes. */
@@ -49,13 +50,14 @@ export function mountPairs(place, goOn, leaving, done) {
   const said = goOn.querySelector(".sent");
   const take = goOn.querySelector("#take");
   const addresses = new Map(); // of files, so that a redraw makes none anew
+  let byNames = true;
   let held = null;
 
   leaving.addEventListener("abort", () => { for (const address of addresses.values()) URL.revokeObjectURL(address); });
 
   function match() {
     const found = matched(heaps.before, heaps.after);
-    pairs = found.pairs;
+    ({ pairs, byNames } = found);
     const both = heaps.before.length && heaps.after.length;
     const names = found.alone.map(({ name }) => name);
     alone.hidden = !both || !names.length;
@@ -68,8 +70,17 @@ export function mountPairs(place, goOn, leaving, done) {
 
   function draw() {
     for (const side of ["before", "after"]) {
-      one(`[data-heap=${side}] .count`).textContent = heaps[side].length ? say("{#} images", heaps[side].length) : "";
+      const { length } = heaps[side];
+      const heap = one(`[data-heap=${side}]`);
+      heap.classList.toggle("given", length > 0);
+      heap.querySelector("button > :not(.icon, .unseen)").textContent = say(length ? "Choose others" : "Choose or drop");
+      heap.querySelector(".count").textContent = length === 1 ? say("1 image") : length ? say("{#} images", length) : "";
+      // Until they are seen as pairs.
+      const strip = pairs.length ? [] : byName(heaps[side]).slice(0, STRIP);
+      heap.querySelector(".strip").replaceChildren(...strip.map((file) => make("img", { src: addressOf(file), alt: "", onerror: (event) => event.target.remove() })));
     }
+    one(".matched-head h2").textContent = pairs.length === 1 ? say("1 pair") : say("{#} pairs", pairs.length);
+    one(".how").textContent = byNames ? say("put together by their names") : say("put together in their order: look whether they fit");
     one(".together").hidden = take.hidden = pairs.length === 0;
     take.textContent = pairs.length === 1 ? say("Take this pair") : say("Take these {#} pairs", pairs.length);
     list.replaceChildren(...pairs.map((pair, index) => make("li", {},
@@ -78,11 +89,15 @@ export function mountPairs(place, goOn, leaving, done) {
     )));
   }
 
+  function addressOf(file) {
+    if (!addresses.has(file)) addresses.set(file, URL.createObjectURL(file));
+    return addresses.get(file);
+  }
+
   /** Return the picture of a side of a pair, which changes places with the one that it is dropped on. */
   function picture(pair, side, index) {
     const file = pair[side];
-    if (!addresses.has(file)) addresses.set(file, URL.createObjectURL(file));
-    const image = make("img", { src: addresses.get(file), alt: file.name, draggable: "true", title: file.name });
+    const image = make("img", { src: addressOf(file), alt: file.name, draggable: "true", title: file.name });
     image.addEventListener("error", () => image.replaceWith(make("span", { class: "unseen-picture" }, file.name))); // HEIC, which no browser draws
     image.addEventListener("dragstart", () => { held = { index, side }; });
     image.addEventListener("dragover", (event) => { if (held) event.preventDefault(); });
@@ -118,6 +133,14 @@ export function mountPairs(place, goOn, leaving, done) {
       add(event.dataTransfer.files);
     });
   }
+  one("[data-swap]").onclick = () => { pairs = pairs.map(({ before, after }) => ({ before: after, after: before })); draw(); };
+  one("[data-empty]").onclick = () => {
+    Object.assign(heaps, { before: [], after: [] });
+    captions = [];
+    match();
+    one(".heap button").focus();
+  };
+  one("[data-folder]").onclick = () => place.parentElement.parentElement.querySelector(".drop [data-for=folder]").click();
   take.onclick = async () => {
     take.disabled = true;
     const files = filesOf(pairs, captions, one("textarea").value.trim());

@@ -1,12 +1,11 @@
 """What is in a folder of images, at a glance: how many, how good, what is odd about them.
 
-Inputs: the folder and the JSON of `lora-train check --json`. Output: what report.html shows.
+Input: the JSON of `lora-train check --json`. Output: what report.html shows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lora_trainer.reporting.charts import Html
@@ -18,9 +17,7 @@ from ..server.templates import render
 from ..server.translation import Words
 
 
-def report(
-    folder: Path, values: Mapping[str, Any], said: Words, *, assumed: str = ""
-) -> tuple[Html, bool]:
+def report(values: Mapping[str, Any], said: Words, *, assumed: str = "") -> tuple[Html, bool]:
     """Return the report of a dataset, and whether it warns of nothing.
 
     `assumed` is the base that the images are judged for where nobody has chosen one.
@@ -42,7 +39,7 @@ def report(
         verdict=verdict(number(values, "score"), findings),
         is_good=is_good,
         assumed=assumed,
-        remarks=remarks(folder, others, said),
+        remarks=remarks(others, said, of_pairs=len(others) < len(findings)),
         most=IN_SIGHT,
         buckets=mapping(values, "buckets"),
     )

@@ -82,6 +82,11 @@ export function mount(main, leaving) {
   const images = new Images(one(".train-images"), leaving, {
     changed: () => report(),
     named: (name) => { one(".from span").textContent = name; },
+    drawn: () => {
+      for (const shows of one("#report").querySelectorAll("button[data-kind]")) {
+        shows.hidden = !shows.dataset.find && !images.has(shows.dataset.kind);
+      }
+    },
   });
   const length = mountLength(one(".length"), fields, changed);
   const bases = new Bases(one(".bases"), {
@@ -218,6 +223,9 @@ export function mount(main, leaving) {
   page.addEventListener("click", ({ target }) => {
     const reset = target.closest("[data-reset]");
     if (target.closest("[data-write]")) images.write();
+    if (target.closest("[data-instruct]")) images.instruct();
+    const shows = target.closest("button[data-kind]");
+    if (shows) images.showOnly(shows.dataset);
     const sets = target.closest("[data-sets]");
     if (sets) setIn(sets);
     const opens = target.closest("[data-opens]");
@@ -263,4 +271,6 @@ export function mount(main, leaving) {
   dropZone(one(".drop"), leaving, trainOn);
   mountPairs(one(".pairs"), one("[data-at='1'] .go-on"), leaving, trainOn);
   draw(JSON.parse(page.dataset.parts));
+  // The images are seen while they are looked at.
+  if (step === 1 && !isOfWords() && fields.read("dataset") && !images.folder) images.open(fields.read("dataset"));
 }

@@ -159,7 +159,7 @@ def _with_folder(work: Workplace, draft_id: str, folder: str) -> Draft:
             return draft
         if draft.started_as:
             return drafts.new(work, dataset=folder)
-        draft = replace(_of_folder(work, draft, folder, keeps_kind=True), step=IMAGES)
+        draft = replace(_of_folder(work, draft, folder, keeps_kind=False), step=IMAGES)
         drafts.save(work, draft)
         return draft
 
@@ -206,7 +206,7 @@ def keep(
             except RequestError as problem:
                 refused[key] = str(problem)
         if draft.dataset != before.dataset and draft.kind != SLIDER:
-            draft = _of_folder(work, draft, draft.dataset, keeps_kind=True)
+            draft = _of_folder(work, draft, draft.dataset, keeps_kind=fields.KIND in typed)
         draft = replace(draft, step=step or draft.step)
         if draft != before:
             drafts.save(work, draft)
@@ -350,7 +350,7 @@ def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
     check.remember(work, folder, words, answer.values)  # for the cards of the images
     judged = command_lines.judged_for(draft, folder)
     assumed = base_names.title(judged) if judged != draft.base else ""
-    shown, is_good = report(folder, answer.values, said, assumed=assumed)
+    shown, is_good = report(answer.values, said, assumed=assumed)
     on = "Looks good, next step" if is_good and not refusal else "Continue anyway"
     if refusal:
         line = said.message(plain(refusal.removeprefix("error: ").partition(" Fix: ")[0]))

@@ -152,6 +152,23 @@ def test_a_trigger_word_set_for_all_images_is_that_of_the_check_and_of_the_train
         ask(api, "apply", folder, seen={}, **{**edit, "text": "m" * 101})
 
 
+def test_undo_of_a_trigger_word_that_was_set_takes_it_from_its_fields_too(
+    api: DatasetApi, folder: Path, work: Workplace
+) -> None:
+    draft = drafts.new(work, dataset=str(folder))
+    edit = {"kind": "trigger", "text": "muggo", "replacement": "", "joint": ", "}
+
+    def word(answer: dict[str, Any]) -> tuple[str, object]:
+        return answer["trigger"], drafts.read(work, draft.id).settings.get("data.trigger")
+
+    seen = {row["file"]: row["caption"] for row in ask(api, "look", folder)["pictures"]}
+    assert word(ask(api, "apply", folder, seen=seen, **edit)) == ("muggo", "muggo")
+    assert word(ask(api, "undo", folder)) == ("", None)
+    assert word(ask(api, "redo", folder)) == ("muggo", "muggo")
+    ask(api, "look", folder, trigger="other", resolution="")
+    assert word(ask(api, "undo", folder))[0] == "other", "which was chosen since"
+
+
 def test_what_is_around_the_text_is_kept(api: DatasetApi, folder: Path) -> None:
     for before, shown, after in (
         (b"one\r\ntwo\r\n", "one\ntwo", b"one\r\ntwo!\r\n"),
@@ -397,7 +414,7 @@ def test_a_file_that_cannot_be_read_gets_neither_caption_nor_mask_and_says_why(
     edit = {"kind": "prepend", "text": "zorble", "replacement": "", "joint": ", "}
     rows = ask(api, "preview", folder, files=["p0.png", "p1.png", "p2.png"], **edit)["rows"]
     assert [row["file"] for row in rows] == ["p0.png"]
-    report, is_good = report_on(folder, answer, words(ENGLISH))
+    report, is_good = report_on(answer, words(ENGLISH))
     text = " ".join(re.sub("<[^>]*>", " ", report).split())
     assert not is_good and text.startswith("1 image usable, with weak points")
     assert "2 more files that cannot be read" in text
@@ -411,7 +428,7 @@ def test_a_remark_on_all_images_is_counted_and_has_the_captions_written(
     what = "18 of 18 images have no caption: a.png, b.png, ..."
     row = {"severity": "warning", "kind": "no-caption", "file": None, "what": what}
     answer = check_answer(findings=[row], images=18)
-    report, _ = report_on(folder, answer, words(ENGLISH), assumed="SDXL")
+    report, _ = report_on(answer, words(ENGLISH), assumed="SDXL")
     # Its heading, and not only the words of the command, "18 of 18 images have no caption".
     assert re.search(r">\s*18 images have no caption", report) and "Some" not in report
     assert '<button type="button" class="primary" data-write>' in report
@@ -420,14 +437,14 @@ def test_a_remark_on_all_images_is_counted_and_has_the_captions_written(
     for pairs, heading, said in ((5, "5 pairs", ""), (2, "5 images", "2 of 5 images come with a")):
         found = finding("references", file="references/", pairs=pairs, images=5)
         answer = check_answer(findings=[asdict(found)], images=5)
-        report, _ = report_on(folder, answer, words(ENGLISH))
+        report, _ = report_on(answer, words(ENGLISH))
         assert f"<h2>{heading}</h2>" in report and said in report
         assert "--set" not in report and "holds reference images" not in report
     # A mask that is there is one press from being used, and the page does not speak as a terminal.
     for count, said in ((1, "1 mask is here and not used"), (2, "2 masks are here and not used")):
         found = finding("unused-mask.setting", count=count, names="a-masklabel.png")
         answer = check_answer(findings=[asdict(found)], images=18)
-        report, _ = report_on(folder, answer, words(ENGLISH))
+        report, _ = report_on(answer, words(ENGLISH))
         assert said in report and "--set" not in report
         assert 'data-sets="data.masks" data-value="files"' in report
 
@@ -486,7 +503,7 @@ def test_the_check_is_on_the_cards_until_a_picture_or_the_size_changes(
     shown = answer["pictures"][0]
     assert (shown["bucket"], shown["cropped_fraction"], shown["width_px"]) == ("16x16", 0.2, 32)
     assert shown["kept"] == [0.1, 0, 0.9, 1] and "bucket" not in answer["pictures"][1]
-    assert (badges(answer, "p0.png"), badges(answer, "p1.png")) == (["blurry"], ["looks like x"])
+    assert (badges(answer, "p0.png"), badges(answer, "p1.png")) == (["blurry"], ["near-duplicate"])
     (text,) = badges(answer, "p2.png")
     assert text.endswith(" of 7 tokens")
     kinds = [row["kind"] for row in api.findings(requests.Folder(folder=str(folder)))[1]]
@@ -616,6 +633,17 @@ def test_the_crops_are_those_of_the_trainer(
         assert crop.size == (16, 16)
         brightest.append(int(np.asarray(crop.convert("L")).max(axis=0).argmax()))
     assert brightest[0] + brightest[1] == 15
+    # Where in the whole image they lie, so that the page dims them by the mask that is painted on it.
+    (part, is_mirrored), (same, other) = ((each["part"], each["is_mirrored"]) for each in seen)
+    left, top, right, bottom = part
+    assert (same, is_mirrored, other) == (part, False, True)
+    assert 0 < left < 20 / drawn.width < right < 1 and (top, bottom) == (0, 1)
+    api.crop(requests.Crop(folder=str(folder), file="p0.png", box=(0.5, 0.0, 1.0, 1.0)))
+    ask(api, "check", folder)
+    (left, top, right, bottom), *_ = (
+        each["part"] for each in ask(api, "closer", folder, file="p0.png")["seen"]
+    )
+    assert 0.5 <= left < right <= 1 and 0 <= top < bottom <= 1
 
 
 def move(api: DatasetApi, root: Path, *names: str, back: bool = False) -> dict[str, Any]:
@@ -974,13 +1002,30 @@ def test_names_that_say_the_same_of_each_image_are_not_made_captions(
         ask(api, "caption_names", root)
 
 
+def test_pairs_lack_an_instruction_which_is_typed_and_which_no_model_writes(folder: Path) -> None:
+    paired = "holds reference images, of 5 of 5 images: the captions say what changes"
+    shape = "references of another shape than their image (5): a.png, b.png, c.png, d.png, e.png"
+    bare = "5 of 5 images have no caption but the trigger, if one is set: a.png, ..."
+    rows = [
+        {"severity": "note", "kind": "references", "file": "references/", "what": paired},
+        {"severity": "warning", "kind": "references", "file": None, "what": shape},
+        {"severity": "warning", "kind": "no-caption", "file": None, "what": bare},
+    ]
+    report, _ = report_on(check_answer(findings=rows, images=5), words(ENGLISH))
+    assert "<h2>5 pairs</h2>" in report
+    assert "5 pairs have no instruction" in report and "data-instruct" in report
+    assert "data-write" not in report and "caption" not in report
+    assert "5 pairs differ in shape before and after" in report and "and 1 more" in report
+    assert "Show" not in report, "no card has a badge of it"
+
+
 def test_what_is_warned_of_is_not_good_to_train_on_and_a_caption_of_the_trigger_says_nothing(
     api: DatasetApi, folder: Path
 ) -> None:
     what = '21 of 21 captions say the same, "moppel": a.png, ...'
     row = {"severity": "warning", "kind": "same-caption", "file": None, "what": what}
     answer = check_answer(findings=[row], images=21) | {"score": 0.97}
-    shown, is_good = report_on(folder, answer, words(ENGLISH))
+    shown, is_good = report_on(answer, words(ENGLISH))
     assert (
         not is_good and "usable, with weak points" in shown and "21 captions say the same" in shown
     )

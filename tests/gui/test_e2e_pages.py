@@ -688,7 +688,7 @@ def test_a_mask_is_painted_and_a_crop_dragged_on_the_picture_both_saved_and_undo
     assert (left, top) == (1, 0) and abs(right - 49) <= 2 and abs(bottom - 48) <= 2
     dialog.locator(".wb-kept").wait_for()  # what is trained is seen on the picture
     dialog.get_by_role("button", name="Crop", exact=True).click()
-    dialog.get_by_label("Shape").select_option("square")
+    dialog.get_by_role("button", name="square").click()
     page.keyboard.press("Tab")
     dialog.get_by_role("button", name="The whole image").click()
     box.wait_for(state="detached")

@@ -310,6 +310,21 @@ def test_pairs_stay_pairs_when_their_images_come_and_when_they_are_trained_again
     assert (opened.kind, opened.dataset) == (drafts.IMAGES, sent.dataset)
 
 
+def test_images_that_take_the_place_of_pairs_are_no_pairs(work: Workplace, tmp_path: Path) -> None:
+    """Else the bases stay filtered to those that edit, for images that none of them can learn an edit from."""
+    write_dataset(tmp_path / "set", images=2)
+    write_dataset(tmp_path / "typed", images=2)
+    draft = view.wanted(work, {"draft": "new", "kind": "pairs"})
+    sent = view.wanted(work, {"draft": draft.id, "folder": str(tmp_path / "set")})
+    assert sent.kind == drafts.IMAGES
+    view.keep(work, draft.id, {"kind": drafts.PAIRS})
+    assert (
+        view.keep(work, draft.id, {"dataset": str(tmp_path / "typed")}).draft.kind == drafts.IMAGES
+    )
+    chosen = view.keep(work, draft.id, {"dataset": str(tmp_path / "set"), "kind": drafts.PAIRS})
+    assert chosen.draft.kind == drafts.PAIRS, "somebody has just said so"
+
+
 def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_of_another_base(
     work: Workplace, root: Path
 ) -> None:
