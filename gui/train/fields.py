@@ -205,6 +205,7 @@ _ROWS = (
         kind="lines",
         part="samples",
         info="While it trains, an image is drawn for each line, so that you see what it has learned.",
+        placeholder="such as: a cat on a sofa, in the evening sun",
         rows=8,
         is_planned=True,
     ),

@@ -205,8 +205,8 @@ def filled(found: PlanRecord) -> dict[str, str]:
     """Return the texts of the fields that the plan fills in, by key."""
     chosen = {row.key: found.value(row.key) for row in fields.planned()}
     # The plan counts the steps, and words the prompts; those of a slider at each strength, which a prompt typed here
-    # is drawn at by itself.
-    prompts = list(found.sampling.prompts)
+    # is drawn at by itself. Without captions it is one without words, which the field says in its own.
+    prompts = [line for line in found.sampling.prompts if line]
     if not found.images.get("all"):
         prompts = list(dict.fromkeys(without_strength(line)[0] for line in prompts))
     chosen |= {fields.STEPS: found.time.steps, fields.PROMPTS: prompts}

@@ -389,6 +389,14 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     for shown in (plan.beside, plan.plan):
         assert "not for ComfyUI" not in shown(replace(found, base="owner/name"), SAID)
     assert "&lt;n&gt;" in html and "Train: Steps" in html and "Seed" not in html
+    assert (
+        plan.filled(replace(found, sampling=replace(found.sampling, prompts=("a", "b"))))[
+            fields.PROMPTS
+        ]
+        == "a\nb"
+    )
+    without = replace(found, sampling=replace(found.sampling, prompts=("",)))
+    assert plan.filled(without)[fields.PROMPTS] == "", "images without captions"
     over = {**values, "memory": {**memory, "limit_bytes": 2**30, "fits": False}}
     assert "Does not fit: needs 2.0 GiB, and 1.0 GiB may be used" in plan.plan(plan_of(over), SAID)
     unknown = {**values, "memory": {**memory, "limit_bytes": None}, "time": {"note": "unmeasured"}}
