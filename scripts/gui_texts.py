@@ -178,6 +178,8 @@ def lacking(code: str) -> Iterator[tuple[Path, str]]:
 def dead(code: str) -> list[str]:
     """Return the entries of a language whose English text no source has any more."""
     there = {text for path in sources() for text in literals(path)}
+    # What refuses a run names settings by their keys.
+    there |= {normal(named(text)) for text in there}
     there |= {normal(text) for text in (*of_settings(), *of_packages(), *of_trainers())}
     return [english for english in known(code) if normal(english) not in there]
 

@@ -14,9 +14,11 @@ from typing import Any
 
 from lora_trainer.dataset.caption_rules import words_beside
 from lora_trainer.dataset.quality import SAME_FROM, SAME_SHARE
+from lora_trainer.reporting.charts import Html
+from lora_trainer.reporting.charts import text as escaped_text
 from lora_trainer.reporting.history import sequence
 
-from ..messages import sentence
+from ..messages import message, sentence
 from ..server.translation import Words
 from .open_dataset import OpenDataset
 from .view import DONE_HERE, FROM_THE_TEXT, NOT_JUDGED, badge_kind
@@ -293,10 +295,14 @@ def _unused_masks(count: str, names: str, said: Words) -> Remark:
 def _own_words(rows: Sequence[Mapping[str, Any]], said: Words, *, severity: str) -> Remark:
     """Return a remark of a kind that the page has no words for, in those of the command."""
     first = rows[0]
-    name = f"{first['file']} " if first.get("file") else ""
+    what, name = str(first.get("what", "")), first.get("file")
+    # The language knows the sentence without the name in front, which stands escaped beside it.
+    text = (
+        Html(f"{escaped_text(str(name))} {message(what, said)}") if name else sentence(what, said)
+    )
     return Remark(
         severity=severity,
-        text=sentence(f"{name}{first.get('what', '')}", said),
+        text=text,
         about=sentence(str(first.get("advice", "")), said),
         why=said("And {} more like it.", f"{len(rows) - 1:,}") if len(rows) > 1 else "",
         label=said("Show"),

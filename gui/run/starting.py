@@ -107,7 +107,9 @@ def _chosen(draft: Draft, said: Words) -> Mapping[str, str]:
         case [int() | float() as shortest_s, int() | float() as longest_s]:
             length.append(said("takes {text}", span((shortest_s, longest_s), said)))
     return {
-        "base": title(base) if isinstance(base, str) and base not in ("", "auto") else "",
+        "base": said.message(title(base))
+        if isinstance(base, str) and base not in ("", "auto")
+        else "",
         "length": ", ".join(length),
     }
 

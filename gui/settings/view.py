@@ -246,9 +246,11 @@ def _sentences(plan: PlanRecord, said: Words) -> Iterator[str]:
     steps = "0" if plan.time.steps is None else f"{plan.time.steps:,}"
     from_now = from_now_s(plan.time)
     if from_now is not None:
-        yield said("{}: {#} steps, {text}.", title(plan.base), steps, span(from_now, said))
+        yield said(
+            "{}: {#} steps, {text}.", said.message(title(plan.base)), steps, span(from_now, said)
+        )
     else:
-        yield said("{}: {#} steps.", title(plan.base), steps)
+        yield said("{}: {#} steps.", said.message(title(plan.base)), steps)
     for remark in plan.remarks:
         what, advice = (capital(worded(text, said)) for text in (remark.what, remark.advice))
         yield f"{what}. {advice}."

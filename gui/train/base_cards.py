@@ -159,7 +159,7 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
         "time": pace.time,
         "why": plan.fit(found, said),
         "images": [remark["short"] for remark in plan.of_images(found, said)],
-        "picks": base_names.title(found.base),
+        "picks": said.message(base_names.title(found.base)),
         "picked": found.base,
     }
 

@@ -349,7 +349,7 @@ def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
         return ImagesPart(html=error(refusal or answer.error, said))
     check.remember(work, folder, words, answer.values)  # for the cards of the images
     judged = command_lines.judged_for(draft, folder)
-    assumed = base_names.title(judged) if judged != draft.base else ""
+    assumed = said.message(base_names.title(judged)) if judged != draft.base else ""
     shown, is_good = report(answer.values, said, assumed=assumed)
     on = "Looks good, next step" if is_good and not refusal else "Continue anyway"
     if refusal:

@@ -28,6 +28,7 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import shown
 from lora_trainer.common.files import TEMPORARY_PREFIX, CappedFolder
 from lora_trainer.common.wording import gib
+from lora_trainer.families.base.tables import head
 from lora_trainer.hardware.machine import (
     PURPOSES,
     Hardware,
@@ -169,7 +170,7 @@ def clock(hardware: Hardware, cache: Path) -> MachineCheck:
     """Return where the predicted time of a training here comes from, and what other programs make of it."""
     gpu, _ = hardware.accelerator()
     counts = known_counts(cache, hardware, gpu=gpu, families=families.NAMES)
-    known = ", ".join(f"{family}: {count}" for family, count in counts.items())
+    known = ", ".join(f"{head(family)['name']}: {count}" for family, count in counts.items())
     others = others_text(hardware, gpu)
     estimated = (
         f"The time of a training is an estimate until one has finished on this machine; {others}."

@@ -422,6 +422,18 @@ def test_a_file_that_cannot_be_read_gets_neither_caption_nor_mask_and_says_why(
     assert "Is cut off. What to do: Replace it." in text and "2 files cannot be read" not in text
 
 
+def test_a_remark_with_the_name_of_its_file_is_said_in_the_language() -> None:
+    from lora_trainer.gui.datasets.findings import remarks
+    from lora_trainer.gui.server.translation import words
+
+    blurred = {"kind": "blurred", "severity": "warning", "file": "a<b.jpg"}
+    row = {**blurred, "what": "looks blurred at the size it is trained", "advice": "use another"}
+    (remark,) = remarks(Path("images"), [row], words("de"))
+    assert (
+        remark.text == "a&lt;b.jpg wirkt in der Gr\u00f6\u00dfe, in der es trainiert wird, unscharf"
+    )
+
+
 def test_a_remark_on_all_images_is_counted_and_has_the_captions_written(
     folder: Path,
 ) -> None:

@@ -186,7 +186,7 @@ def test_no_text_of_home_train_a_run_and_a_lora_stays_english(
     german.get_by_role("button", name="Anhalten", exact=True).wait_for()
     server.open(german, "/train?draft=new&example=1")
     german.wait_for_function("() => document.title === '40 % · live – lora-train'")
-    german.get_by_role("button", name="Versuch in die Warteschlange", exact=True).wait_for()
+    german.get_by_role("button", name="Probelauf einreihen", exact=True).wait_for()
     assert german.locator("html").get_attribute("lang") == "de"
 
 

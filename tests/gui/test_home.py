@@ -73,7 +73,11 @@ def test_a_run_that_trains_fails_or_ends_says_so_with_the_buttons_of_its_state(
     run_of(work, "later", state="stopped", exit_code=130)
     html, german = cards(work), cards(work, "de")
     assert html.index("Needs your") < html.index("Can go on") < html.index("Trained")
-    assert 'data-run="later"' in html and "12 of 30 steps" in html and "Kann weitergehen" in german
+    assert (
+        'data-run="later"' in html
+        and "12 of 30 steps" in html
+        and "Lässt sich fortsetzen" in german
+    )
 
 
 def test_a_finished_run_offers_its_lora_and_says_how_good_it_is(work: Workplace) -> None:
@@ -187,7 +191,7 @@ def test_a_training_that_starts_is_seen_with_its_images_before_it_has_a_run(
     write_status(folder, step=30, left_s=0.0)
     html = cards(work)
     assert "finishing" in html and "about 0 s" not in html and "99 %" in html
-    assert heard(work, "de")["training"][0]["left"] == "wird gerade fertig"  # type: ignore[index] # JSON
+    assert heard(work, "de")["training"][0]["left"] == "gleich fertig"  # type: ignore[index] # JSON
 
 
 def test_what_waits_for_its_time_does_not_start_and_a_run_that_goes_on_has_one_card(

@@ -304,13 +304,15 @@ def test_a_search_stands_in_the_address_and_a_file_that_is_not_there_or_broken_i
     status.write_bytes(ended)
     german = {"accept-language": "de"}
     for name in ("owl/none.safetensors", "none/x.safetensors", "../owl/zorble.safetensors"):
-        assert "Kein solches LoRA" in pages.get(f"/library?file={name}", headers=german).text
+        assert (
+            "Dieses LoRA gibt es nicht" in pages.get(f"/library?file={name}", headers=german).text
+        )
     for kind, ref in (("lora", "owl/zorble.safetensors"), ("run", "cat")):
         thrown = trash.throw_away(work, kind=kind, ref=ref)
         address = f"/library?file={ref.partition('/')[0]}/zorble.safetensors"
         gone = pages.get(address, headers=german).text
         assert "ist im Papierkorb" in gone and f'data-back="{thrown.id}"' in gone
-        assert "Kein solches LoRA" not in gone and 'href="/trash"' in gone
+        assert "Dieses LoRA gibt es nicht" not in gone and 'href="/trash"' in gone
         trash.put_back(work, thrown.id)
     (work.runs / "owl" / "zorble.safetensors").write_bytes(b"")
     shown = pages.get("/library?file=owl/zorble.safetensors").text
@@ -377,11 +379,13 @@ def test_what_is_exported_is_linked_and_what_a_file_holds_is_said_in_the_languag
     )
     assert "It has no preview." not in pages.post("/library/check", json=file).json()["html"]
     html = pages.post("/library/inside", json=file, headers=german).json()["html"]
-    assert "gemacht f\u00fcr" in html and "<dd>Stable Diffusion 1.x</dd>" in html, (
-        "not a folder's name"
-    )
+    assert "gemacht f\u00fcr" in html and "<dd>Miniatur</dd>" in html, "not a folder's name"
     shown = pages.get("/library?file=a/zorble.safetensors", headers=german).text
     assert "</span>0,8<span" in shown and 'data-strength="0.8"' in shown
+    lora(work.runs / "a" / "other.safetensors")
+    other = {"file": "a/other.safetensors"}
+    html = pages.post("/library/inside", json=other).json()["html"]
+    assert "<dd>Stable Diffusion 1.x</dd>" in html, "not the name of a folder"
 
 
 # ---- the trash

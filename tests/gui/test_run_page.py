@@ -558,7 +558,7 @@ def test_the_page_of_a_deleted_run_says_that_it_is_in_the_trash_and_brings_it_ba
         found = store.holding(work, name)
         shown = render("run/missing.html", german, **run_view.missing(name, german, thrown=found))
         assert (f'data-back="{thrown.id}"' in shown and 'href="/trash"' in shown) is is_there
-        assert ("ist im Papierkorb" in shown) is is_there is ("Kein solches" not in shown)
+        assert ("ist im Papierkorb" in shown) is is_there is ("gibt es nicht" not in shown)
     store.put_back(work, thrown.id)
     assert store.holding(work, finished.name) is None and finished.is_dir()
 
