@@ -428,7 +428,7 @@ def test_a_remark_with_the_name_of_its_file_is_said_in_the_language() -> None:
 
     blurred = {"kind": "blurred", "severity": "warning", "file": "a<b.jpg"}
     row = {**blurred, "what": "looks blurred at the size it is trained", "advice": "use another"}
-    (remark,) = remarks(Path("images"), [row], words("de"))
+    (remark,) = remarks([row], words("de"))
     assert (
         remark.text == "a&lt;b.jpg wirkt in der Gr\u00f6\u00dfe, in der es trainiert wird, unscharf"
     )
