@@ -34,7 +34,7 @@ const FILTERS = [
  *  returns a promise of when the server has all that was typed. */
 export class Bases {
   constructor(place, { draft, leaving, kept, pick }) {
-    Object.assign(this, { place, draft, leaving, kept, pick, chosen: "auto", cards: new Map(), found: new Map(), isOpen: false, turn: 0 });
+    Object.assign(this, { place, draft, leaving, kept, pick, chosen: "auto", cards: new Map(), found: new Map(), isOpen: false, turn: 0, fitOfOwn: null });
     this.others = place.parentElement.querySelector(".other-base"); // the field for other models
     this.lacks = make("div", { className: "gate notice warning", hidden: true });
     this.all = make("button", { type: "button", className: "all-bases", textContent: say("Show all base models"), onclick: () => this.unfold() });
@@ -92,14 +92,21 @@ export class Bases {
 
   /** Show which base the draft has. */
   choose(source) {
+    if (source !== this.chosen) this.fitOfOwn = null;
     this.chosen = source;
     if (!this.cards.size) return;
     const shown = this.cards.has(source) || this.found.has(source) ? source : "";
     for (const { button } of [...this.cards.values(), ...this.found.values()]) {
       button.setAttribute("aria-pressed", String(button.dataset.source === shown));
     }
-    this.cards.get("").tell(shown ? {} : { said: nameOf(source), download: "" });
+    if (shown) this.cards.get("").tell({}); else this.tellOwn();
     this.sayWhatIsLacking();
+  }
+
+  /** Say on the card of the own models which one is chosen, and its verdict once the plan has it. */
+  tellOwn() {
+    const { time, said, ...fit } = this.fitOfOwn ?? {};
+    this.cards.get("")?.tell({ ...fit, said: [nameOf(this.chosen), time || said].filter(Boolean).join(": "), download: "" });
   }
 
   sayWhatIsLacking() {
@@ -199,7 +206,8 @@ export class Bases {
   planned(fit) {
     const each = this.cards.get(this.chosen) ?? this.found.get(this.chosen);
     if (!fit) return;
-    if (!each) this.cards.get("")?.tell({ ...fit, time: "", said: [nameOf(this.chosen), fit.time || fit.said].filter(Boolean).join(": "), download: "" });
+    this.fitOfOwn = each ? null : fit;
+    if (!each) this.tellOwn();
     if (!each?.row.source) return;
     each.fit = fit;
     each.tell(fit);
@@ -209,6 +217,7 @@ export class Bases {
   /** What the cards say is of settings or images that have changed: they say it no longer, and are asked for anew. */
   forget() {
     this.turn += 1;
+    if (this.fitOfOwn) { this.fitOfOwn = null; this.tellOwn(); }
     for (const each of [...this.cards.values(), ...this.found.values()]) {
       each.fit = null;
       if (each.row.source) each.tell(this.isInSight(each) ? ESTIMATING : {});

@@ -37,6 +37,8 @@ SLOW_S = 8 * 3600.0
 TOO_SLOW_S = 48 * 3600.0
 # Parts of the memory in plainer words than those of the planner.
 _PLAIN = {"runtime": "the program itself", "allocator slack": "gaps between what is kept"}
+# Where a setting is from, in words of a page.
+_ORIGINS = {"command line": "your choice"}
 # What the size that a base is trained in makes of the images, said where the base is chosen.
 _OF_BASE = {
     "low-resolution": (
@@ -118,7 +120,9 @@ def plan(
         "train/plan.html",
         said,
         time=duration(found, said),
-        corrections=[said.message(text) for text in time.corrections],
+        known_by=list(
+            dict.fromkeys(map(said.message, filter(None, (time.source, *time.corrections))))
+        ),
         fits=memory.fits is not False,
         fit=fit(found, said),
         is_try_out=found.base in MINIATURES,
@@ -302,7 +306,7 @@ def _decided(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
                 "key": key,
                 "label": setting_said(key, said),
                 "value": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
-                "origin": said.message(setting.origin),
+                "origin": said.message(_ORIGINS.get(setting.origin, setting.origin)),
                 "reason": message(setting.reason, said),
             }
 

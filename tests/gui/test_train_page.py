@@ -371,15 +371,20 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
         "disk": {"cache": 2**20},
         "settings": {
             "train.steps": {"value": 60, "origin": "planner", "reason": "by images"},
+            "data.trigger": {"value": "cat", "origin": "command line", "reason": ""},
             "train.seed": {"value": 42, "origin": "default", "reason": ""},
         },
     }
     found = plan_of(values)
     html = plan.plan(found, SAID)
     assert "Fits: needs 2.0 GiB of 4.0 GiB at most" in html
+    source = "from 2 finished runs on this machine"
+    timed = replace(found, time=replace(found.time, source=source, corrections=(source,)))
+    assert plan.plan(timed, SAID).count(source) == 1, "what the time is from is said once"
     beside = plan.beside(found, SAID)
     assert "About 60 s to 2 min" in beside and "not for ComfyUI" in beside
     assert "About 60 s to 2 min" not in html, "one time on the page"
+    assert "<td>your choice</td>" in html, "a page is not a command line"
     assert 'data-base="of/b" data-afresh="train.steps data.resolution"' in plan.plan(
         found, SAID, leads_to="of/b", afresh=fields.of_try_out(EMPTY)
     )
