@@ -283,7 +283,7 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
         awaited=_awaited(work, _) if all_wait else "",
         images=() if any(each.recorded.images for each in trained) else _images(work, found),
         best=best[0].label if len(best) == 1 else "",
-        equal=_all_of([each.label for each in best], _) if len(best) > 1 else "",
+        equal=", ".join(each.label for each in best) if len(best) > 1 else "",
         goes=goes,
         chart=_chart(trained, _),
         columns=[
@@ -296,11 +296,6 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
         is_study=found.is_study,
     )
     return html, goes
-
-
-def _all_of(labels: Sequence[str], _: Words) -> str:
-    """Return several labels as they stand in a sentence."""
-    return _("{} and {}", ", ".join(labels[:-1]), labels[-1])
 
 
 def _loras(work: Workplace, trained: Trained) -> Mapping[str, str]:

@@ -25,7 +25,7 @@ from .. import command_lines, drafts, run_actions, slider_words, uploads, varian
 from ..datasets import caption_job, check, notes
 from ..drafts import PAIRS, SLIDER, Draft
 from ..markup import button, capital, join, keys_in, note_html, plain, setting_said, tag
-from ..messages import error, message
+from ..messages import error, sentence
 from ..plan_view import from_now_s
 from ..server.asset_files import EXAMPLE_IMAGES, example_url
 from ..server.templates import render
@@ -467,7 +467,7 @@ def _no_plan(draft: Draft, line: str, said: Words) -> PlanPart:
 
     Nothing is filled in: what another base's plan had chosen would be read as chosen for this one.
     """
-    what = line.partition(" Fix: ")[0]
+    what = line.partition(" Fix: ")[0].removesuffix(".")
     found, keys = said.message(plain(what)), keys_in(line)[:_LINKS]
     is_own_base = draft.base not in ("", "auto")
     ways = [
@@ -479,7 +479,7 @@ def _no_plan(draft: Draft, line: str, said: Words) -> PlanPart:
     return PlanPart(
         html=join(
             [
-                tag("p", message(capital(shown), said), class_="error notice"),
+                tag("p", sentence(shown, said), class_="error notice"),
                 tag("p", join(ways), class_="actions") if is_own_base else None,
                 *(_link_to(draft, key, said) for key in keys),
             ]

@@ -272,7 +272,7 @@ def test_those_that_did_practically_as_well_are_not_called_worse(
     for item in commands.items(work.runs):
         commands.remove(work.runs, item.id)
     shown = page.get(view.page_url(series.id)).text
-    assert "Rank 16 and Rank 8 are practically equal on held-out images: choose by eye." in shown
+    assert "Practically equal on held-out images: Rank 16, Rank 8. Choose by eye." in shown
     assert "The best on held-out images" not in shown and "<b>the best</b>" not in shown
     assert "practically equal: Rank 16, Rank 8" in page.get("/series").text
 

@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +352,14 @@ def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_
     }
     assert "This run needs at least 53.72 GiB" in shown.html and "53.72 GiB" in shown.beside
     assert 'data-base="auto"' in shown.html and 'data-base=""' in shown.html
+    missing = command_lines.Answer(
+        values=None, error="error: base model 'x.safetensors' does not exist. Fix: give a file."
+    )
+    german = view.plan_part(
+        work, draft, words("de"), command_lines.Plans(work, ask=lambda _: missing)
+    )
+    assert "Das Basismodell 'x.safetensors' gibt es nicht" in unescape(german.html)
+    assert german.verdict and german.verdict["said"] == "Nicht auf diesem Rechner"
     # The card of that base says so too, without another plan.
     assert shown.verdict == base_cards.verdict(plans, draft, SAID)
     assert shown.verdict and shown.verdict["said"] == "Does not fit"
