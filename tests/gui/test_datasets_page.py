@@ -426,12 +426,10 @@ def test_a_remark_with_the_name_of_its_file_is_said_in_the_language() -> None:
     from lora_trainer.gui.datasets.findings import remarks
     from lora_trainer.gui.server.translation import words
 
-    blurred = {"kind": "blurred", "severity": "warning", "file": "a<b.jpg"}
-    row = {**blurred, "what": "looks blurred at the size it is trained", "advice": "use another"}
+    twice = {"kind": "of-no-words", "severity": "warning", "file": "a<b.jpg"}
+    row = {**twice, "what": "is the same file as c.jpg", "advice": "keep the better one"}
     (remark,) = remarks([row], words("de"))
-    assert (
-        remark.text == "a&lt;b.jpg wirkt in der Gr\u00f6\u00dfe, in der es trainiert wird, unscharf"
-    )
+    assert remark.text == "a&lt;b.jpg ist dieselbe Datei wie c.jpg"
 
 
 def test_a_remark_on_all_images_is_counted_and_has_the_captions_written(
