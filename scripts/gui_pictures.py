@@ -78,7 +78,7 @@ EMPTY = (
     Picture(name="queue-empty", path="/queue", ready="#queue .nothing-here"),
     Picture(name="trash-empty", path="/trash", ready="text=The trash is empty"),
     Picture(name="library-empty", path="/library", ready=".nothing-here"),
-    Picture(name="doctor", path="/doctor", ready=".fits tbody:has(td):not(:has(.awaited))"),
+    Picture(name="doctor", path="/doctor", ready=".fits:has(li):not(:has(.awaited))"),
 )
 STARTING = (Picture(name="run-starting", path="/run?run=zibbo-again", ready=".run-head .said"),)
 BUSY = (
