@@ -19,14 +19,14 @@ export function maskPane(file, { width_px, height_px, mask, seen, finds_subject:
   const kinds = [tool(say("Paint"), false), tool(say("Erase"), true)];
   const mark = () => kinds.forEach((one) => one.setAttribute("aria-pressed", String(one.value === String(brush.erases))));
   mark();
-  const tools = make("p", { class: "actions" }, ...[...kinds, make("label", { class: "switch" }, say("Size"), size),
+  const tools = make("p", { class: "actions" }, ...[...kinds, make("label", { class: "switch" }, say("Brush"), size),
     finds && button(say("Subject"), async ({ target }) => {
       target.disabled = true;
       const found = await findSubject();
       target.disabled = false;
       if (found) brush.take(found);
     }, { title: say("Finds what the image shows, by the program rembg") }),
-    button(say("All of it"), () => brush.fill(255)), button(say("Nothing"), () => brush.fill(0)), button(say("Undo"), () => brush.undo())].filter(Boolean));
+    button(say("Fill all"), () => brush.fill(255)), button(say("Clear"), () => brush.fill(0)), button(say("Undo"), () => brush.undo())].filter(Boolean));
   const views = (seen ?? []).map((one) => new Seen(one, brush));
   brush.drawn = () => { for (const view of views) view.draw(); };
   const pictures = views.map((view) => view.node);

@@ -11,6 +11,7 @@ export class Opener {
   constructor(editor) {
     this.editor = editor;
     this.drop = document.querySelector(".drop");
+    this.all = document.querySelector(".ds-all");
     this.none = document.querySelector(".ds-none");
     this.title = document.querySelector(".ds-title h1");
     this.actions = document.querySelector(".ds-title .actions");
@@ -111,6 +112,7 @@ export class Opener {
     this.actions.hidden = false;
     this.form.hidden = true;
     this.others.setAttribute("aria-expanded", "false");
+    this.all.hidden = false;
     this.drop.hidden = this.recent.hidden = this.none.hidden = true;
     this.refuse("");
   }

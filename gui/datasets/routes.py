@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from starlette.requests import Request
 from starlette.routing import Route
 
 from ..server.pages import Body, answer, page
@@ -37,7 +38,7 @@ def routes(work: Workplace) -> list[Route]:
         return in_language(api.undo(asked, said=_.message), _)
 
     return [
-        page("/datasets", "datasets/page.html", title="Datasets", look=lambda _request, _: {}),
+        page("/datasets", "datasets/page.html", title="Datasets", look=_look),
         _route("recent", requests.Recent, api.recent),
         _route("glance", requests.Folder, api.glance),
         _route("look", requests.Look, api.look),
@@ -61,6 +62,11 @@ def routes(work: Workplace) -> list[Route]:
         _route("caption_stop", requests.Folder, api.caption_stop),
         _route("caption_undo", requests.Folder, api.caption_undo),
     ]
+
+
+def _look(request: Request, _: Words) -> Mapping[str, Any]:
+    """Return what the page shows before its script asks for a folder."""
+    return {"is_open": bool(request.query_params.get("folder"))}
 
 
 def _route(name: str, body: type[Asked], act: Callable[[Asked], dict[str, Any]]) -> Route:

@@ -26,7 +26,7 @@ export class Images {
       opener.addEventListener("click", () => { for (const each of panels) if (each.opener !== opener) each.open(false); });
     }
     this.hint = make("p", { class: "ds-quiet" });
-    this.showsAll = button(say("Show all"), () => this.showOnly(null), { class: "bare", hidden: true });
+    this.showsAll = button(say("Show all"), () => this.showOnly(null), { hidden: true });
     this.bar = make("div", { class: "images-bar", hidden: true }, this.hint, this.showsAll, this.captioner.opener, this.bulk.opener);
     place.replaceChildren(this.bar, this.captioner.node, this.bulk.node, this.said, this.list, this.more);
     window.addEventListener("beforeunload", (event) => {
