@@ -199,6 +199,17 @@ def test_the_choice_counts_before_what_the_browser_asks_for_and_each_entry_is_a_
             assert len(letters) >= 2 or not placed, f"{english}: only placeholders"
 
 
+def test_a_language_has_each_text_once_and_says_why_settings_of_other_trainers_come_to_nothing() -> (
+    None
+):
+    for path in gui_texts.LANGUAGES.glob("*.json"):
+        rows: list[tuple[str, str]] = json.loads(path.read_text("utf-8"), object_pairs_hook=list)
+        assert [
+            text for text, count in Counter(text for text, _ in rows).items() if count > 1
+        ] == []
+        assert [why for why in set(gui_texts.of_trainers()) if why not in dict(rows)] == []
+
+
 def test_every_text_of_a_template_and_of_its_script_has_its_translation() -> None:
     said = re.compile(r"""(?<!\.)\b(?:_|say)\(\s*((?:"[^"]*"\s*)+)[,)]""")
     for path in (*ROOT.glob("gui/*/*.html"), *ROOT.glob("gui/*/*.js")):
