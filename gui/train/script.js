@@ -23,6 +23,7 @@ export function mount(main, leaving) {
   const one = (selector) => page.querySelector(selector);
   let step = 0;
   let writing = Promise.resolve();
+  let judged = Promise.resolve(); // once what was chosen or typed last on the first step has its report
   let retry = 0;
 
   /** Call `act` after a while, on this page. */
@@ -124,7 +125,7 @@ export function mount(main, leaving) {
     if (folder && one(".brought .awaits")) { location.replace(pageOfStart); return; }
     one("#report").innerHTML = html; // markup of our own server, in which every text is escaped
     one("#next").hidden = !next;
-    one("#next").disabled = Boolean(lacks);
+    one("#next").disabled = Boolean(lacks) && !isWriting();
     one("#next").textContent = next;
     one("#lacks").textContent = lacks;
     page.classList.toggle("has-images", Boolean(folder));
@@ -194,6 +195,9 @@ export function mount(main, leaving) {
     bases.onlyEditing(page.dataset.kind === "pairs");
   }
 
+  /** Whether words of a slider were typed that are not judged yet. */
+  function isWriting() { return Object.keys(fields.typed()).some((key) => key.startsWith("slider:")); }
+
   function isOfWords() { return fields.read("kind") === "slider"; }
 
   /** Keep a field, and plan anew unless it does not count for the plan. */
@@ -201,9 +205,8 @@ export function mount(main, leaving) {
     if (key === "kind") showKind();
     keep();
     if (step === 1 && (key === "kind" || key.startsWith("slider:"))) {
-      one("#next").disabled = true; // it continues with what is judged
       delete seen.images; // so that the answer is drawn even where it says what it said before
-      report();
+      judged = report();
     }
     if (key === "output.name") return;
     if (key !== "base.model") bases.forget();
@@ -242,7 +245,17 @@ export function mount(main, leaving) {
   };
   one("#other-images").onclick = () => chooseOthers(!page.classList.contains("chooses"));
   one("#browse").onclick = () => browse("dataset", trainIn);
-  one("#next").onclick = () => go(2);
+  // It continues with what is judged. A press that leaves the last field of a slider is waited for: the button is not
+  // disabled between pressing and letting go.
+  page.addEventListener("input", ({ target }) => {
+    if (target.closest("[data-field^='slider:']")) one("#next").disabled = false;
+  });
+  one("#next").onclick = async () => {
+    const said = one("#next").textContent;
+    await judged;
+    const { disabled, hidden, textContent } = one("#next");
+    if (!disabled && !hidden && textContent === said && !leaving.aborted) go(2);
+  };
   for (const id of ["#back", "#to-images"]) one(id).onclick = () => go(1);
   one("#train").onclick = async () => {
     one("#train").disabled = true;
