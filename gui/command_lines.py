@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.common.files import user_path, windows_name_problem
 from lora_trainer.common.records import of_json
 from lora_trainer.common.wording import one_line
@@ -28,6 +28,7 @@ from lora_trainer.config.config import build_config
 from lora_trainer.config.inputs import EMBEDDED, MINIATURES
 from lora_trainer.dataset.slider_file import is_slider_file
 from lora_trainer.hardware.machine import detect
+from lora_trainer.queue import commands
 from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.run_record import read
 
@@ -35,6 +36,7 @@ from . import slider_words
 from .bases import RECOMMENDED, RECOMMENDED_FOR_PAIRS
 from .drafts import PAIRS, SLIDER, Draft
 from .fence import fenced
+from .own_load import own_load
 from .plan_process import BASES, Done, PlanProcess
 from .server.asset_files import EXAMPLE, EXAMPLE_NAME
 from .workplace import Workplace
@@ -212,6 +214,14 @@ class Answer:
         """The JSON of `plan`; None where the command refused."""
         return None if self.values is None else of_json(PlanRecord, self.values)
 
+    def beside_fewer(self, own: float) -> Answer:
+        """Return the plan as it is without so many of the programs that run now; another answer as it is."""
+        time_of = (self.values or {}).get("time")
+        if not isinstance(time_of, dict) or not time_of.get("beside_others"):
+            return self
+        beside = max(1.0, time_of["beside_others"] - own)
+        return Answer(values={**(self.values or {}), "time": {**time_of, "beside_others": beside}})
+
 
 def ask(words: Words, *, program: Words = TRAINER) -> Answer:
     """Run a command that ends by itself and prints JSON."""
@@ -291,6 +301,13 @@ class Plans:
         folder = dataset_of(draft, self._work)
         return plan_words(draft, self._work), folder.stat().st_mtime_ns
 
+    def _own_load(self) -> float:
+        """Return what trainings of the queue take, which will have ended before this one starts."""
+        try:
+            return own_load(commands.items(self._work.runs), now_s=time.time())
+        except LoraTrainError:  # the page Queue says so
+            return 0.0
+
     def of(self, draft: Draft, *, anew: bool = False) -> Answer:
         """Return the plan of a draft; raises RequestError or InputError for what cannot be asked.
 
@@ -303,7 +320,8 @@ class Plans:
             now_s = self._clock_s()
             if anew or kept is None or now_s - kept.at_s > _PLAN_FRESH_S:
                 # Meanwhile the one before is known, as it is shown.
-                kept = _Aged(answer=self._ask(words), at_s=now_s)
+                answer = self._ask(words).beside_fewer(self._own_load())
+                kept = _Aged(answer=answer, at_s=now_s)
             self._answers[key] = kept
             self._answers.move_to_end(key)
             while len(self._answers) > _KEPT_PLANS:

@@ -22,12 +22,12 @@ from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.status import read_status
 
 from .. import command_lines
+from ..own_load import own_load
 from ..plan_view import from_now_s, load_of, span
 from ..server.translation import Words
 from ..workplace import Workplace
 
 _FRESH_S = 600.0
-_LOAD_OVER_S = 60.0  # hardware/machine.py: what programs did in the last minute
 _KEPT = 64
 # Options of a training that a plan does not take: those that change nothing of it, and short names of settings.
 _NOT_PLANNED = frozenset({"--name", "--output"})
@@ -101,7 +101,7 @@ class Times:
         starts_at_once = not rules.paused and rules.when == "always"
         now_s = self.clock_s()
         free_s = self._free_s(items, now_s)
-        own = _running(items, now_s=now_s)
+        own = own_load(items, now_s=now_s)
         found = {}
         for item in commands.in_order(items):
             planned = self._planned(item, own=own)
@@ -153,16 +153,6 @@ def planned_s(plan: PlanRecord, *, own: float) -> tuple[float, float] | None:
     `own` is how many of the programs beside which it was planned are trainings that will have ended before it starts.
     """
     return from_now_s(plan.time, slower=max(1.0, load_of(plan.time) - own))
-
-
-def _running(items: Sequence[Item], *, now_s: float) -> float:
-    """Return how many programs our own trainings count as in the load of the machine.
-
-    Each wants the whole device, and makes another take once more as long; the load is an average of a minute, in which
-    one that has just begun does not count in full.
-    """
-    since_s = [now_s - (item.started_s or now_s) for item in items if item.state == "running"]
-    return math.fsum(min(1.0, max(0.0, seconds / _LOAD_OVER_S)) for seconds in since_s)
 
 
 def planned_words(item: Item) -> tuple[str, ...] | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from lora_trainer.gui import command_lines, jobs
+from lora_trainer.gui import command_lines, drafts, jobs
 from lora_trainer.gui.datasets import check
 from lora_trainer.gui.queue import routes, times, view
 from lora_trainer.gui.server.translation import words
@@ -495,6 +495,27 @@ def test_each_waiting_training_says_how_long_it_takes_and_when_it_finishes(
         "takes about 20 min, beside the programs that run now"
     )
     assert times.clock_text(noon_s + 86_400, now_s=noon_s) == "2026-12-01 12:00"
+
+
+def test_a_draft_is_planned_without_the_training_that_will_have_ended(
+    place: Place, work: Workplace
+) -> None:
+    """Other programs count; what trains now does not, as the new one waits for its end."""
+    busy = place.add("busy")
+    place.become(busy, state="running", run="busy", started_s=time.time() - 600)
+    time_of = {"beside_others": 2.5, "run_s": [60.0, 60.0]}
+    answer = command_lines.Answer(values={"time": time_of})
+    plans = command_lines.Plans(work, ask=lambda _: answer)
+    draft = drafts.Draft(id="0" * 12, dataset=str(place.folder))
+
+    def beside() -> float:
+        found = plans.of(draft, anew=True).plan
+        assert found is not None
+        return found.time.beside_others
+
+    assert beside() == 1.5
+    place.become(busy, state="finished", run="busy")
+    assert beside() == 2.5
 
 
 def test_a_training_of_a_terminal_is_planned_as_it_is_trained(place: Place) -> None:

@@ -430,12 +430,12 @@ def test_the_same_draft_and_images_are_asked_once_for_a_minute(
 
     def ask(words: Any) -> Any:
         asked.append(words)
-        return len(asked)
+        return command_lines.Answer(values=None, error=str(len(asked)))
 
     plans = command_lines.Plans(work, ask=ask, clock_s=lambda: now_s[0])
 
-    def planned(**more: Any) -> Any:
-        return plans.of(replace(EMPTY, **{"dataset": str(tmp_path), **more}))
+    def planned(**more: Any) -> int:
+        return int(plans.of(replace(EMPTY, **{"dataset": str(tmp_path), **more})).error)
 
     with ThreadPoolExecutor(8) as tabs:
         assert set(tabs.map(lambda _: planned(), range(8))) == {1}
