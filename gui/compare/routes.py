@@ -1,24 +1,29 @@
 """The page Compare: the samples of two runs side by side, a step chosen in each, `/compare?a=RUN&b=RUN`.
 
-Its script asks for the sheet of each run, and shows the prompts that both have.
+Its script asks for the sheet of each run, and shows the prompts that both have; below them, how both learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.routing import Route
 
 from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.reporting.history import read_history
+from lora_trainer.common.wording import duration_text
+from lora_trainer.reporting.history import RunHistory, read_history
 from lora_trainer.reporting.run_record import read
+from lora_trainer.reporting.sample_files import BASE_SAMPLES
 
 from .. import runs
+from ..held_out_chart import Learned, held_out_chart
 from ..run.parts import sample_sheet
-from ..run_best import exports, read_best
+from ..run_best import exports, losses, read_best, standing_of
 from ..run_settings import compared_settings
 from ..server.pages import Body, Text, answer, page
 from ..server.translation import Words
@@ -33,12 +38,20 @@ class Sheet(Body):
     run: Text
 
 
+class Curves(Body):
+    """How two runs learned."""
+
+    runs: tuple[Text, Text]
+
+
 def routes(work: Workplace) -> list[Route]:
     """Return the routes of the page and of its script."""
 
     def show(_request: Request, _: Words) -> Mapping[str, Any]:
         names = [run.name for run in runs.find_runs(work.runs)]
         drawn = [name for name in names if runs.newest_samples(work.runs / name)]
+        # What only the base has drawn for stands last: there is nothing to compare yet.
+        drawn.sort(key=lambda name: not _has_learned(work, name))
         return {"runs": drawn, "alike": alike(work, drawn)}
 
     def sheet(asked: Sheet, _: Words) -> Mapping[str, Any]:
@@ -48,18 +61,48 @@ def routes(work: Workplace) -> list[Route]:
             folder, history, exported=exports(folder, history), best=read_best(folder), _=_
         )
         settings = {_(name): value for name, value in compared_settings(history.run).items()}
-        return {**samples, "settings": settings}
+        return {**samples, "settings": settings, "facts": list(_facts(folder, history, _))}
+
+    def curves(asked: Curves, _: Words) -> Mapping[str, Any]:
+        chart = held_out_chart([_learned(work, name) for name in asked.runs], _)
+        return {"html": "" if chart is None else _.markup(chart)}
 
     return [
         page("/compare", "compare/page.html", title="Compare", look=show),
         answer("/compare/sheet", Sheet, sheet),
+        answer("/compare/curves", Curves, curves),
     ]
+
+
+def _has_learned(work: Workplace, name: str) -> bool:
+    """Whether there is a picture that a run drew after its first step."""
+    newest = runs.newest_samples(work.runs / name)
+    return bool(newest) and newest[0].parent.name != BASE_SAMPLES
+
+
+def _facts(folder: Path, history: RunHistory, _: Words) -> Iterator[str]:
+    """Yield in a few words each how far a run is, how long it took and how good it is."""
+    if history.steps:
+        yield _("{#} steps", f"{history.steps[-1].step:,}")
+    if history.seconds:
+        yield _.message(duration_text(history.seconds))
+    good = standing_of(folder, history)
+    if good is not None:
+        yield _.message(good.said)
+
+
+def _learned(work: Workplace, name: str) -> Learned:
+    history = read_history(runs.run_folder(work.runs, name))
+    base = history.base_validation
+    return Learned(
+        label=name, losses=losses(history), base_loss=math.nan if base is None else base.loss
+    )
 
 
 def alike(work: Workplace, names: Sequence[str]) -> Sequence[str]:
     """Return the two newest runs that trained on the same images, which are worth comparing; none without such."""
     seen: dict[str, str] = {}
-    for name in names[:_LOOKED_AT]:
+    for name in [each for each in names if _has_learned(work, each)][:_LOOKED_AT]:
         with suppress(LoraTrainError):  # a damaged record names no images
             images = read(work.runs / name).dataset.fingerprint
             if images in seen:

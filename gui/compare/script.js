@@ -13,7 +13,16 @@ export async function mount(main, leaving) {
   const base = make("p", { className: "notice warning", hidden: true });
   const rows = make("div", { className: "pairs" });
   const asked = new URL(location.href).searchParams;
+  const curves = make("div", { id: "how-they-learned", className: "curves" });
   const draw = () => { show(rows, said, sides); differ(differences, sides); onlyBase(base, sides); };
+  const drawCurves = async () => {
+    const names = sides.map((side) => side.run.value);
+    const { html } = await ask("/compare/curves", { runs: names });
+    if (leaving.aborted || sides.some((side, index) => side.run.value !== names[index])) return;
+    // Markup of our own server, in which every text is escaped.
+    curves.innerHTML = html ? `<h2></h2>${html}` : "";
+    if (html) curves.firstChild.textContent = say("How they learned");
+  };
   const [alike, other] = JSON.parse(place.dataset.alike);
   const first = asked.get("a") ?? alike ?? runs[0];
   const second = asked.get("b") ?? (first === alike ? other : runs.find((name) => name !== first));
@@ -22,7 +31,9 @@ export async function mount(main, leaving) {
     new Side(say("Second"), "b", runs, second, draw, leaving),
   ];
   const fields = make("div", { className: "sides" }, ...sides.map((side) => side.node));
-  place.replaceChildren(fields, base, differences, said, rows);
+  place.replaceChildren(fields, base, differences, said, rows, curves);
+  for (const side of sides) side.run.addEventListener("change", drawCurves);
+  drawCurves();
   await Promise.all(sides.map((side) => side.read()));
   const drawn = sides.map((side) => side.drawn());
   // At step 0 both are the base, which compares nothing.
@@ -37,9 +48,10 @@ class Side {
     this.run = make("select", { onchange: () => this.load() }, ...runs.map((name) => make("option", { value: name, textContent: name, translate: false })));
     if (runs.includes(chosen)) this.run.value = chosen;
     this.step = make("select", { onchange: () => this.chosen() });
+    this.facts = make("p", { className: "facts" });
     const label = (text, field) => make("label", {}, text, field);
     this.node = make("fieldset", { className: "panel" }, make("legend", { textContent: title }),
-      label(say("Training"), this.run), label(say("Step"), this.step));
+      label(say("Training"), this.run), label(say("Step"), this.step), this.facts);
   }
 
   async load() {
@@ -65,6 +77,7 @@ class Side {
   /** Offer the steps: first the one in the address, else the one that both have, else the best, else the last drawn. */
   fill(common) {
     const steps = this.sheet.steps ?? [];
+    this.facts.textContent = (this.sheet.facts ?? []).join(" \u00b7 ");
     this.step.replaceChildren(...steps.map((step, index) => make("option", { value: index, textContent: step.best ? say("{text}, the best", step.name) : step.name })));
     const asked = new URL(location.href).searchParams.get(`${this.key}-step`);
     const wished = [Number(asked ?? NaN), common, steps.find((step) => step.best)?.step, this.drawn().at(-1)];

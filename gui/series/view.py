@@ -21,7 +21,7 @@ from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.queue import commands
 from lora_trainer.queue.rules import read_rules
 from lora_trainer.reporting.best_step import AS_GOOD, Standing
-from lora_trainer.reporting.charts import Chart, ChartLine, Html, draw
+from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.history import SampleImage, read_history
 from lora_trainer.reporting.status import read_status
 from lora_trainer.tuning.space import keys_of
@@ -29,6 +29,7 @@ from lora_trainer.tuning.study import STUDY_FILE, read_record
 from lora_trainer.tuning.tune import gains_of
 
 from .. import runs, variants
+from ..held_out_chart import COLOURS, Learned, held_out_chart
 from ..lora_files import result_of
 from ..markup import setting_said
 from ..media import run_url
@@ -45,7 +46,6 @@ PAGE = "/series"
 SEED = "train.seed"
 _TRIAL = "-trial-"
 # As many lines as the style sheet tells apart; further ones begin again.
-_COLOURS = 6
 _PICTURES_OF_CARD = 4
 # A training that the queue has begun has no run before its program has started.
 _GOING = ("waiting", "starting", "running")
@@ -269,7 +269,7 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
             "best": [each] == best,
             "equal": each in best and len(best) > 1,
             "loras": _loras(work, each),
-            "css": f"s{index % _COLOURS}",
+            "css": f"s{index % COLOURS}",
         }
         for index, each in enumerate(trained)
     ]
@@ -365,24 +365,15 @@ def _label(values: Mapping[str, Any], keys: Sequence[str], _: Words) -> str:
 
 
 def _chart(trained: Sequence[Trained], _: Words) -> Html | None:
-    lines = [
-        ChartLine(
+    learned = [
+        Learned(
             label=each.label,
-            css=f"s{index % _COLOURS}",
-            points=[
-                (0, 0.0),  # the base itself, so that the first measurement is a line already
-                *(
-                    (step, 100 * (1 - loss / each.recorded.base_loss))
-                    for step, loss in sorted(each.recorded.losses.items())
-                ),
-            ],
+            losses=each.recorded.losses,
+            base_loss=each.recorded.base_loss,
         )
-        for index, each in enumerate(trained)
-        if each.recorded.losses and each.recorded.base_loss > 0
+        for each in trained
     ]
-    if not lines:
-        return None
-    return draw(Chart(title=_("Held-out loss below the base's, %"), height_px=300, lines=lines))
+    return held_out_chart(learned, _)
 
 
 def _pictures(trained: Sequence[Trained]) -> Iterator[Mapping[str, Any]]:

@@ -10,7 +10,9 @@ function colour() {
 colour();
 systemIsDark.addEventListener("change", colour);
 // So that nothing moves when live.js knows; it notes it.
-document.documentElement.classList.toggle("trains", localStorage.getItem("lora_train_trains") === "yes");
+for (const name of (localStorage.getItem("lora_train_trains") ?? "").split(" ")) {
+  if (name) document.documentElement.classList.add(name);
+}
 document.addEventListener("DOMContentLoaded", () => {
   document.querySelector(".theme select").value = localStorage.getItem(THEME) ?? "";
 });

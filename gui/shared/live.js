@@ -57,8 +57,9 @@ function show(now) {
   }
   drawCockpit(now.training[0]);
   const first = now.training[0] ?? now.starting[0];
-  document.documentElement.classList.toggle("trains", Boolean(first));
-  localStorage.setItem("lora_train_trains", first ? "yes" : "");
+  const taken = [...(first ? ["trains"] : []), ...(now.training[0]?.cockpit ? ["is-measured"] : [])];
+  for (const name of ["trains", "is-measured"]) document.documentElement.classList.toggle(name, taken.includes(name));
+  localStorage.setItem("lora_train_trains", taken.join(" "));
   const far = now.training.length ? `${first.percent} %` : first?.said;
   const title = first ? `${far} \u00b7 ${first.name}` : document.querySelector(".bar").dataset.page;
   document.title = `${title} \u2013 lora-train`;

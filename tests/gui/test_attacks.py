@@ -306,6 +306,7 @@ ASKED = (
         "/queue/times",
         "/series/look",
         "/compare/sheet",
+        "/compare/curves",
         "/trash/put",
         "/trash/back",
         "/trash/empty",
@@ -355,6 +356,7 @@ def test_what_a_script_asks_is_refused_where_it_names_something_else(
         wishes = {
             "/trash/back": {"id": name[:40]},
             "/compare/sheet": {"run": name},
+            "/compare/curves": {"runs": [name, name]},
             "/series/look": {"id": name, "study": name, "stamp": ""},
             "/queue/look": {"stamp": name, "press": {"action": "stop", "id": name}},
             "/browse/look": {"kind": "dataset", "path": name},
