@@ -236,8 +236,8 @@ def _ended(seen: Look, history: RunHistory) -> tuple[str, str] | None:
     return f"{capital(what)}.", fix
 
 
-def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
-    """Yield name, value and note of what figures.html shows."""
+def figures(seen: Look, history: RunHistory, *, best_step: int = 0) -> Iterator[Figure]:
+    """Yield name, value and note of what figures.html shows; `best_step` is that of the LoRA to take."""
     status = seen.status
     if status.steps:
         yield "Steps", f"{status.step:,} of {status.steps:,}", f"{_percent(seen)} %"
@@ -251,7 +251,7 @@ def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
     if math.isfinite(pace_s):
         count = min(PACE_STEPS, len(history.steps))
         yield "A step takes", step_seconds_text(pace_s), _of_last(count, "median of the last {}")
-    yield from _losses(history)
+    yield from _losses(history, best_step)
     found = memory(history) if status.state != "running" else None
     if found is not None:
         predicted = found.predicted_bytes
@@ -279,7 +279,7 @@ def _of_last(count: int, several: str) -> str:
     return "of the last step" if count == 1 else several.format(count)
 
 
-def _losses(history: RunHistory) -> Iterator[Figure]:
+def _losses(history: RunHistory, best_step: int) -> Iterator[Figure]:
     recent = [row.loss for row in history.steps[-_LOSS_STEPS:] if math.isfinite(row.loss)]
     if recent:
         yield (
@@ -287,10 +287,12 @@ def _losses(history: RunHistory) -> Iterator[Figure]:
             loss_text(statistics.fmean(recent)),
             _of_last(len(recent), "mean of the last {} steps"),
         )
-    base, last = history.base_validation, history.last_validation
-    if last is not None:
-        against = against_base(last.loss, base.loss) if base is not None else ""
-        yield "Validation loss", loss_text(last.loss), f"step {last.step:,}: {against}"
+    base, shown = history.base_validation, history.last_validation
+    if history.end is not None:  # of the LoRA that the page offers, where it was measured
+        shown = next((row for row in history.validations if row.step == best_step > 0), shown)
+    if shown is not None:
+        against = against_base(shown.loss, base.loss) if base is not None else ""
+        yield "Validation loss", loss_text(shown.loss), f"step {shown.step:,}: {against}"
 
 
 @dataclass(frozen=True, kw_only=True)

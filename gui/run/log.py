@@ -37,6 +37,8 @@ from lora_trainer.reporting.charts import Html
 
 from ..markup import capital, inline, tag
 
+# Of a change of the losses from here on it is plain that a run learns.
+_LEARNS_PERCENT = 10
 _SEVERITIES = ("note", "warning", "error")
 _EXACTNESS = {
     "EXACT": "exactly as if it had not stopped",
@@ -152,6 +154,10 @@ def _words(event: Event) -> str:
             percent = 100 * event.change
             change = f"{percent:,.0f} %" if percent >= 1 else f"{percent:.2g} %"
             verdict = "it learns" if event.learns else "it learns nothing"
+            if (
+                event.learns and percent >= _LEARNS_PERCENT
+            ):  # how much more is a guess, and may be over 100 %
+                return f"{_where(event.step)}: it learns: the losses on its own images change as they should"
             return (
                 f"{_where(event.step)}: {verdict}. At this pace, the losses on its own images change by {change} in "
                 "all; nearly 0 % means that it learns nothing"

@@ -54,7 +54,7 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
     files = (dict(exported), best, (folder / REPORT).is_file())
     best_step = shown_best(folder, history)
     shown, so_far = head(seen, history), take_so_far(seen, history)
-    counted = tuple(figures(seen, history))
+    counted = tuple(figures(seen, history, best_step=best_step))
     strips = strips_of(history.samples)
 
     return {

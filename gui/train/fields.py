@@ -131,7 +131,7 @@ _ROWS = (
         kind="cards",
         part="subject",
         options={
-            "person": "A person or character",
+            "person": "A person, animal or character",
             "style": "A style",
             "object": "An object",
             "any": "Not sure, or something else",

@@ -12,6 +12,7 @@ import { mountPairs } from "/ui/train/pairs.js";
 
 const AGAIN_MS = 1000;
 const AWAY_MS = 5000;
+const TYPED_MS = 800; // what is typed counts so long after the last key
 
 export function mount(main, leaving) {
   const page = main.querySelector(".train");
@@ -222,6 +223,14 @@ export function mount(main, leaving) {
   page.addEventListener("change", ({ target }) => {
     const field = target.closest("[data-field]");
     if (field) changed(field.dataset.field);
+  });
+  // How many trainings are started is said before the field is left.
+  let typing = 0;
+  page.addEventListener("input", ({ target }) => {
+    const field = target.closest(".also [data-field]");
+    if (!field) return;
+    clearTimeout(typing);
+    typing = later(() => { if (fields.isTyped(field.dataset.field)) changed(field.dataset.field); }, TYPED_MS);
   });
   page.addEventListener("click", ({ target }) => {
     const reset = target.closest("[data-reset]");

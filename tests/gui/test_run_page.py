@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import drafts, run_actions, runs
 from lora_trainer.gui.run import film as run_film
+from lora_trainer.gui.run import head as run_head
 from lora_trainer.gui.run import parts as run_parts
 from lora_trainer.gui.run import routes
 from lora_trainer.gui.run import view as run_view
@@ -787,10 +788,21 @@ def test_the_film_of_a_finished_run_opens_at_the_sample_of_the_best_step(finishe
     assert run_film.film_key(history, 20) != run_film.film_key(history, 10)
 
 
+def test_the_loss_of_a_finished_run_is_that_of_the_lora_it_offers(finished: Path) -> None:
+    history = read_history(finished)
+    measured = [row.step for row in history.validations if row.step]
+    assert len(measured) > 1
+    seen = look(finished, read_status(finished), now_s=time.time())
+    shown = {name: note for name, _value, note in run_head.figures(seen, history)}
+    assert f"step {measured[-1]}" in shown["Validation loss"]
+    best = run_head.figures(seen, history, best_step=measured[0])
+    assert f"step {measured[0]}:" in {name: note for name, _, note in best}["Validation loss"]
+
+
 def test_each_kind_of_record_has_words_in_the_log() -> None:
     for event, said in (
         (BaseLosses(step=0, seconds=1.0, losses=[1.0]), "Measured the base on the images"),
-        (Learned(step=60, seconds=1.0, change=1.8), "Step 60: it learns."),
+        (Learned(step=60, seconds=1.0, change=1.8), "it learns: the losses on its own images"),
         (
             Learned(step=60, seconds=1.0, change=0.0004),
             "it learns. At this pace, the losses on its own images change by 0.04 %",
