@@ -24,6 +24,12 @@ from .workplace import Workplace
 
 TARGET, MORE, LESS, KEEP = KEYS = ("target", "more", "less", "keep")
 """The entries of `Draft.slider`; `keep` has a prompt on each line."""
+EXAMPLE = {
+    TARGET: "a large circle on a white background",
+    MORE: "a large red circle on a white background",
+    LESS: "a large blue circle on a white background",
+}
+"""The words that made the strip which the page shows: docs/experiments/sliders.md."""
 _FOLDER = "sliders"
 _NAME_MAX_LENGTH = 60
 _TABLE = "[[sliders]]"

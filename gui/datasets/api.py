@@ -198,6 +198,11 @@ class DatasetApi:
         """Move pictures into `_excluded/`."""
         return self._moved(asked, back=False)
 
+    def keep_one(self, asked: requests.KeepOne) -> Json:
+        """Move all but one of the pictures that are alike into `_excluded/`: the best of each stays."""
+        extra = findings.extra_of(self._open(asked), asked.kind)
+        return self.exclude(requests.Pictures(folder=asked.folder, files=extra))
+
     def put_back(self, asked: requests.Pictures) -> Json:
         """Move excluded pictures back."""
         return self._moved(asked, back=True)

@@ -119,9 +119,9 @@ export class Captioner {
     this.said.replaceChildren(`${answer.instead[0]}. ${answer.instead.slice(1).join(" ")}`, ...(answer.written ? [" ", button(say("Undo"), async () => {
       this.said.replaceChildren();
       const now = await this.editor.ask("undo", { step: answer.undo });
-      this.editor.changed(now, now.step);
+      this.editor.changed(now, say("Undone: {}", now.step));
     })] : []));
-    this.editor.changed(answer, answer.step);
+    this.editor.changed(answer, say("Done: {}", answer.step));
     this.node.scrollIntoView({ block: "center" }); // not below the bar that stays in sight
   }
 
@@ -133,7 +133,7 @@ export class Captioner {
     this.names.hidden = true;
     this.said.textContent = say("Captions were taken from the names of files and folders.");
     this.said.classList.remove("ds-error");
-    this.editor.changed(answer, answer.step);
+    this.editor.changed(answer, say("Done: {}", answer.step));
   }
 
   async takeBack() {
@@ -141,7 +141,7 @@ export class Captioner {
     const answer = await this.editor.ask("caption_undo", {});
     this.back.disabled = false;
     if (answer.error) this.said.textContent = answer.error;
-    else this.editor.changed(answer, answer.step);
+    else this.editor.changed(answer, say("Done: {}", answer.step));
   }
 }
 

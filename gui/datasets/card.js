@@ -185,6 +185,13 @@ export class Card {
   }
 }
 
+/** Return the images that have a remark of a kind; those that are alike stand beside each other. */
+export function ofKind(rows, kind) {
+  const found = rows.filter((row) => row.badges.some((badge) => badge.kind === kind));
+  const first = (row) => row.alike?.[kind] ?? row.file;
+  return found.sort((a, b) => first(a).localeCompare(first(b))); // which keeps the order of the folder among them
+}
+
 /** Return what a badge says at length, without the advice; nothing where that is what it says anyway. */
 function whatOf({ title, text }) {
   const what = title.split(": ")[0];

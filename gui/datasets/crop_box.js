@@ -38,6 +38,9 @@ export class CropBox {
     this.set([x, y, x + wide, y + high]);
   }
 
+  /** Whether all of the image is kept: that cannot be moved, so a new frame is drawn on it. */
+  get isWhole() { return this.box.every((edge, at) => edge === (at < 2 ? 0 : 1)); }
+
   set(box) {
     this.box = box;
     this.draw();
@@ -46,13 +49,14 @@ export class CropBox {
 
   draw() {
     const [left, top, right, bottom] = this.box.map((share) => `${(100 * share).toFixed(3)}%`);
+    this.part.classList.toggle("cb-whole", this.isWhole);
     Object.assign(this.part.style, { left, top, width: `calc(${right} - ${left})`, height: `calc(${bottom} - ${top})` });
   }
 
   begin(event) {
     event.preventDefault();
     this.node.setPointerCapture(event.pointerId);
-    const side = event.target.dataset.side ?? (event.target === this.part ? "move" : "draw");
+    const side = event.target.dataset.side ?? (event.target === this.part && !this.isWhole ? "move" : "draw");
     this.held = { side, from: this.at(event), box: [...this.box] };
     this.part.focus({ preventScroll: true });
   }

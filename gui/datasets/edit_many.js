@@ -66,6 +66,11 @@ export class EditMany {
     if (instruction) this.joint.node.hidden = true;
   }
 
+  /** Call what is changed what it is: of a pair it says what changes. */
+  ofPairs(arePairs) {
+    this.opener.textContent = arePairs ? say("Change many instructions \u2026") : say("Change many captions \u2026");
+  }
+
   aim(text) { this.target.textContent = text; }
 
   close() {

@@ -6,22 +6,25 @@ pages Train and Datasets. Remarks of a kind stand together.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import PurePath
 from typing import Any
 
 from lora_trainer.dataset.caption_rules import words_beside
+from lora_trainer.dataset.listing import ImageFile
 from lora_trainer.dataset.quality import SAME_FROM, SAME_SHARE
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.charts import text as escaped_text
-from lora_trainer.reporting.history import sequence
+from lora_trainer.reporting.history import number, sequence
 
 from ..messages import message, sentence
 from ..server.translation import Words
 from .open_dataset import OpenDataset
-from .view import DONE_HERE, FROM_THE_TEXT, NOT_JUDGED, badge_kind
+from .view import ALIKE, DONE_HERE, FROM_THE_TEXT, NOT_JUDGED, badge_kind, other_of
 
 # "masks are not used (2): a.png, b.png"
 _COUNTED = re.compile(r"\((?P<count>[\d,]+)\): (?P<names>.*)")
@@ -33,6 +36,9 @@ _SENTENCES = {
     "images that equal their reference": "references.equal",
     "images without a reference image": "references.missing",
 }
+# '18 of 18 captions say the same, "a photo of a cat": a.png, b.png, ...'
+_SAME = re.compile(r'captions say the same, "(?P<text>.*)": ', re.DOTALL)
+_MASK_ENDS = re.compile(r"([-_.]mask(label)?)?\.\w+$", re.IGNORECASE)
 _NAMED = 4
 # Remarks that are in sight; the others are folded.
 IN_SIGHT = 3
@@ -148,6 +154,9 @@ class Remark:
     """The kind of badge that these images have on the page Datasets."""
     find: str = ""
     """What finds these images on the page Datasets, where they have no badge."""
+    keeps: str = ""
+    """Mended by leaving out all but one of those alike: the kind of finding; `keep` is what the button says."""
+    keep: str = ""
     is_written: bool = False
     """Mended by captions that are written here."""
     is_instructed: bool = False
@@ -170,6 +179,31 @@ def of_dataset(opened: OpenDataset) -> list[Mapping[str, Any]]:
             asdict(finding) for finding in opened.listing.findings if finding.kind not in DONE_HERE
         ]
     return [*found, *_of_captions(opened)]
+
+
+def extra_of(opened: OpenDataset, kind: str) -> list[str]:
+    """Return which images to leave out so that one of each stays that are alike: one with a caption, else the largest,
+    else the one with the shortest name, which is not "IMG_1 (1).jpg"."""
+    alike: dict[str, list[ImageFile]] = {}
+    for picture in opened.pictures:
+        if first := opened.reader.checked.alike.get(picture.name, {}).get(kind):
+            alike.setdefault(first, []).append(picture)
+    extra: set[str] = set()
+    for pictures in alike.values():
+        kept = min(pictures, key=lambda each: _rank(opened, each))
+        extra |= {each.name for each in pictures if each is not kept}
+    return [picture.name for picture in opened.pictures if picture.name in extra]
+
+
+def _rank(opened: OpenDataset, picture: ImageFile) -> tuple[bool, float, int, str]:
+    size = opened.reader.checked.pictures.get(picture.name, {})
+    area_px = number(size, "width_px") * number(size, "height_px")
+    return (
+        opened.reader.lacks_caption(picture),
+        -area_px if math.isfinite(area_px) else 0.0,
+        len(picture.name),
+        picture.name,
+    )
 
 
 def _of_captions(opened: OpenDataset) -> Iterator[Mapping[str, Any]]:
@@ -258,8 +292,15 @@ def _remark(rows: Sequence[Mapping[str, Any]], said: Words, *, of_pairs: bool) -
             ),
         )
     count = _count(rows)
-    names = [str(row["file"]) for row in rows if row.get("file")]
-    what = str(first.get("what", ""))
+    names = [_named(row) for row in rows if row.get("file")]
+    what, find = str(first.get("what", "")), str(first.get("find", ""))
+    if same := _SAME.search(what):
+        # The heading says how many; which they are is what they all say.
+        find = same["text"]
+        names = [f"\u201c{find}\u201d"]
+    elif not names and kind != "no-caption" and ": " in what:
+        # Of all images together: the heading has the number and the words of the page, and here are the names.
+        names = what.rpartition(": ")[2].split(", ")
     of_reading = kind == "unusable"
     return Remark(
         severity=severity,
@@ -272,10 +313,18 @@ def _remark(rows: Sequence[Mapping[str, Any]], said: Words, *, of_pairs: bool) -
         why=said(named.why_of_one if count == 1 and named.why_of_one else named.why),
         label=said(named.button),
         filter=badge_kind(kind),
-        find=str(first.get("find", "")),
+        find=find,
+        keeps=kind if kind in ALIKE else "",
+        keep=said("Keep one") if count == 1 else said("Keep one of each"),
         is_written=kind == "no-caption" and not of_pairs,
         is_instructed=kind == "no-caption" and of_pairs,
     )
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    """Return the name of an image, with that of the one that it is there again as."""
+    other = other_of(row)
+    return f"{other} {ALIKE[str(row['kind'])]} {row['file']}" if other else str(row["file"])
 
 
 def _unused_masks(count: str, names: str, said: Words) -> Remark:
@@ -300,9 +349,12 @@ def _own_words(rows: Sequence[Mapping[str, Any]], said: Words, *, severity: str)
     text = (
         Html(f"{escaped_text(str(name))} {message(what, said)}") if name else sentence(what, said)
     )
+    # A mask is shown with its image, which is called so, too.
+    find = _MASK_ENDS.sub("", PurePath(str(name)).name) if first.get("kind") == "bad-mask" else ""
     return Remark(
         severity=severity,
         text=text,
+        find=find,
         about=sentence(str(first.get("advice", "")), said),
         why=said("And {} more like it.", f"{len(rows) - 1:,}") if len(rows) > 1 else "",
         label=said("Show"),

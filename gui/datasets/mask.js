@@ -6,7 +6,7 @@ import { button, make } from "/ui/shared/elements.js";
 const STEPS_KEPT = 20;
 const DIMMED = 0.8; // of the light that the mask takes
 
-/** Return the parts of the painting: {canvas, tools, crops, painted()}; `painted` is the mask as a data URL, and
+/** Return the parts of the painting: {canvas, ring, tools, crops, painted()}; `painted` is the mask as a data URL, and
  *  `findSubject` resolves to one of the subject, to nothing where there is none. `changed` is called at each change. */
 export function maskPane(file, { width_px, height_px, mask, seen, finds_subject: finds }, findSubject, changed) {
   const canvas = make("canvas", {
@@ -14,7 +14,16 @@ export function maskPane(file, { width_px, height_px, mask, seen, finds_subject:
     "aria-label": say("Mask of {}: arrow keys move the brush, Space paints, E erases", file),
   });
   const brush = new Brush(canvas, mask, changed);
-  const size = make("input", { type: "range", min: 2, max: 50, value: 12, oninput: () => { brush.share = size.value / 100; } });
+  const size = make("input", { type: "range", min: 2, max: 50, value: 12, oninput: () => { brush.share = size.value / 100; place(); } });
+  const ring = make("i", { class: "brush", hidden: true });
+  const place = () => { ring.style.width = `${100 * brush.width / canvas.width}%`; };
+  place();
+  canvas.addEventListener("pointermove", (event) => {
+    const { x, y } = brush.point(event);
+    Object.assign(ring.style, { left: `${100 * x / canvas.width}%`, top: `${100 * y / canvas.height}%` });
+    ring.hidden = false;
+  });
+  canvas.addEventListener("pointerleave", () => { ring.hidden = true; });
   const tool = (label, value) => button(label, () => { brush.erases = value; mark(); }, { value: String(value) });
   const kinds = [tool(say("Paint"), false), tool(say("Erase"), true)];
   const mark = () => kinds.forEach((one) => one.setAttribute("aria-pressed", String(one.value === String(brush.erases))));
@@ -31,7 +40,7 @@ export function maskPane(file, { width_px, height_px, mask, seen, finds_subject:
   brush.drawn = () => { for (const view of views) view.draw(); };
   const pictures = views.map((view) => view.node);
   const crops = pictures.length ? make("div", { class: "crops" }, make("h3", {}, say("What the training sees")), ...pictures) : "";
-  return { canvas, tools, crops, painted: () => canvas.toDataURL("image/png") };
+  return { canvas, ring, tools, crops, painted: () => canvas.toDataURL("image/png") };
 }
 
 /** A crop that is trained, dimmed where the mask says that it counts little: as the mask is now, saved or not. */

@@ -69,6 +69,12 @@ class Pictures(Folder):
     files: Names
 
 
+class KeepOne(Folder):
+    """Leave out all but one of the images that are alike, by the kind of finding."""
+
+    kind: Literal["duplicate", "near-duplicate"]
+
+
 class Save(Picture):
     """One caption; `seen` is the text that it replaces. Captions of one `group` are one step of undo."""
 

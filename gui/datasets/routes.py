@@ -51,6 +51,7 @@ def routes(work: Workplace) -> list[Route]:
         answer("/datasets/undo", requests.Undo, undo),
         _route("redo", requests.Folder, api.redo),
         _route("exclude", requests.Pictures, api.exclude),
+        _route("keep_one", requests.KeepOne, api.keep_one),
         _route("put_back", requests.Pictures, api.put_back),
         _route("closer", requests.Picture, api.closer),
         _route("subject", requests.Picture, api.subject),

@@ -5,7 +5,7 @@ import { say } from "/ui/shared/words.js";
 import { mount as deletes } from "/ui/trash/script.js";
 import { ask, askInTurn } from "/ui/datasets/asking.js";
 import { Captioner } from "/ui/datasets/captioner.js";
-import { Card } from "/ui/datasets/card.js";
+import { Card, ofKind } from "/ui/datasets/card.js";
 import { EditMany } from "/ui/datasets/edit_many.js";
 import { holds, make } from "/ui/shared/elements.js";
 import { Opener } from "/ui/datasets/opener.js";
@@ -149,6 +149,7 @@ class Editor {
     }
     this.page.hidden = false;
     const arePairs = answer.pictures.length > 0 && answer.pictures.every((row) => row.references.length);
+    this.bulk.ofPairs(arePairs);
     this.captioner.opener.hidden = arePairs; // no model sees what is to change
     this.opener.entitle(answer); // a heap of photos is called after how many of them can be read
     if (this.found) {
@@ -205,6 +206,7 @@ class Editor {
       (!words || `${row.file}\n${row.caption}`.toLowerCase().includes(words))
       && (!this.kinds.size || row.badges.some((badge) => this.kinds.has(badge.kind)))
       && [...this.tags].every((tag) => tagsOf(row.caption).includes(tag)));
+    if (this.kinds.size === 1) rows.splice(0, rows.length, ...ofKind(rows, [...this.kinds][0]));
     const order = this.tools.order.input.value;
     const score = (row) => row.score ?? -1;
     if (order === "worst") rows.sort((a, b) => score(a) - score(b));
@@ -304,6 +306,7 @@ class Editor {
   undo() { return this.act("undo", {}, (a) => (a.step ? say("Undone: {}", a.step) : say("Nothing to undo"))); }
   redo() { return this.act("redo", {}, (a) => (a.step ? say("Done again: {}", a.step) : say("Nothing to redo"))); }
   exclude(files) { return this.act("exclude", { files }, (a) => say("Done: {}", a.step)); }
+  keepOne(kind) { return this.act("keep_one", { kind }, (a) => say("Done: {}", a.step)); }
   putBack(files) { return this.act("put_back", { files }, (a) => say("Done: {}", a.step)); }
 }
 

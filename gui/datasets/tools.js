@@ -77,10 +77,11 @@ export class Tools {
   mend(pressed) {
     if (!pressed) return;
     const { editor } = this;
-    const { write, instruct, sets, find, kind } = pressed.dataset;
+    const { write, instruct, sets, find, kind, keep } = pressed.dataset;
     if (write !== undefined) editor.write();
     else if (instruct !== undefined) editor.bulk.instruct();
     else if (sets) editor.act("use_masks", {}, () => say("The masks are used."));
+    else if (keep) editor.keepOne(keep);
     else { // these images, and no others that were looked for before
       editor.kinds.clear();
       editor.tags.clear();

@@ -8,6 +8,7 @@ is now; what a picture lacks is what the check found.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ _BADGES: Mapping[str, tuple[str, str | None]] = {
     "cmyk-profile": ("colours", "CMYK, colours may shift"),
     "cropped": ("extreme aspect", "extreme aspect"),
     "depth": ("colours", "16 bit"),
-    "duplicate": ("near-duplicate", "duplicate"),
+    "duplicate": ("duplicate", "duplicate"),
     "exif": ("turned", "turned upright"),
     "exposure": ("exposure", None),
     "low-resolution": ("small", "small"),
@@ -46,6 +47,9 @@ _BADGES: Mapping[str, tuple[str, str | None]] = {
     "two-captions": ("two captions", "two captions"),
     "unusable": ("unreadable", "unreadable"),
 }
+# Kinds of findings about an image that is there again: the sign before the name of the other.
+ALIKE: Mapping[str, str] = {"duplicate": "=", "near-duplicate": "\u2248"}
+_OTHER = re.compile(r"^(?:is the same file as|looks the same as) (?P<name>.+)$", re.DOTALL)
 FROM_THE_TEXT = frozenset({"bare-caption", "caption-text", "no-caption", "no-trigger"})
 # Said of all images together: no card has a badge of it.
 _OF_ALL = frozenset({"same-caption"})
@@ -81,6 +85,8 @@ class CheckedPictures:
 
     pictures: Mapping[str, Mapping[str, Any]]
     findings: Mapping[str, Sequence[Mapping[str, Any]]]
+    alike: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By picture and kind of finding, which of those that are alike it belongs to: the name of the first of them."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any], *, names: frozenset[str]) -> CheckedPictures:
@@ -96,7 +102,19 @@ class CheckedPictures:
                 continue
             if finding.get("file") in names:
                 findings[str(finding["file"])].append(finding)
-        return cls(pictures=pictures, findings=findings)
+        alike: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        for finding in [each for rows in findings.values() for each in rows]:
+            kind, first = str(finding.get("kind")), other_of(finding)
+            if not first or first not in names:
+                continue
+            name = str(finding["file"])
+            alike[name][kind] = first
+            # The first says which it is there again as, or nobody would find it.
+            if kind not in alike[first]:
+                alike[first][kind] = first
+                what = str(finding["what"]).removesuffix(first) + name
+                findings[first].append({**finding, "file": first, "what": what})
+        return cls(pictures=pictures, findings=findings, alike=alike)
 
     def is_unreadable(self, name: str) -> bool:
         """Whether the check found that a file cannot be read: it is not trained on."""
@@ -144,6 +162,7 @@ class Reader:
             "stand_in": caption.stand_in,
             "locked": caption.locked,
             "unreadable": self.is_unreadable(picture),
+            "alike": dict(self.checked.alike.get(picture.name, {})),
             "badges": [badge.to_json() for badge in badges],
             **placed(self.checked.pictures.get(picture.name, {})),
         }
@@ -213,12 +232,20 @@ def _badge(finding: Mapping[str, Any]) -> Badge:
     kind, what = str(finding.get("kind")), str(finding.get("what", ""))
     label, text = _BADGES.get(kind, (kind, None))
     severity = str(finding.get("severity"))
+    if other := other_of(finding):
+        text = f"{ALIKE[kind]} {other}"
     return Badge(
         kind=label,
         text=text or what.removeprefix("is "),
         title=f"{what}: {finding.get('advice', '')}",
         severity=severity if severity in ("note", "warning", "error") else "note",
     )
+
+
+def other_of(finding: Mapping[str, Any]) -> str:
+    """Return the name of the image that this one is there again as; "" of any other finding."""
+    found = _OTHER.match(str(finding.get("what", "")))
+    return found["name"] if found and finding.get("kind") in ALIKE else ""
 
 
 def placed(picture: Mapping[str, Any]) -> dict[str, Any]:

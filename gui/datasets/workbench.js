@@ -11,6 +11,7 @@ import { tagsOf } from "/ui/datasets/tags.js";
 const LARGE_PX = 1536;
 const TAGS_SHOWN = 24;
 const LONGEST_TAG = 40;
+const ENLARGED = 1.25; // from here on the check remarks on an image, too
 const before = new Map(); // the captions as they were when this page first showed them, by folder and file
 
 /** Remember a caption as it was before something on this page has changed it. */
@@ -127,10 +128,17 @@ class Workbench {
   beginCrop({ image_px: [width, height], crop }) {
     const { file, bucket } = this.card.picture;
     const shown = make("span", { class: "ds-quiet", role: "status" });
+    // Of the size that it is trained in now, which is about that of all images; without a check nobody knows.
+    const area = (bucket ?? "").split("x").reduce((product, side) => product * Number(side), 1) || 0;
     const box = new CropBox(file, crop ?? [0, 0, 1, 1], () => { this.unsaved = say("The crop is not saved: save it, or press Cancel."); tell(); });
     const tell = () => {
       const [left, top, right, bottom] = box.box;
-      shown.textContent = say("{#} \u00d7 {#} px", Math.round((right - left) * width), Math.round((bottom - top) * height));
+      const [wide, high] = [(right - left) * width, (bottom - top) * height];
+      const times = Math.sqrt(area / (wide * high));
+      const isSmall = times > ENLARGED;
+      shown.textContent = say("{#} \u00d7 {#} px", Math.round(wide), Math.round(high))
+        + (isSmall ? ": " : "") + (isSmall ? say("too few, it would be enlarged {#} times", times.toFixed(1)) : "");
+      shown.classList.toggle("ds-error", isSmall);
     };
     const sizes = /^\d+x\d+$/.test(bucket ?? "") ? [bucket, bucket.split("x").reverse().join("x")] : [];
     const shapes = [["", say("any shape")], ["1x1", say("square")],
@@ -162,7 +170,9 @@ class Workbench {
       this.refused.textContent = found.error ?? "";
       return found.subject;
     }, () => { this.unsaved = say("The mask is not saved: save it, or press Cancel."); });
-    this.work("mask", make("div", { class: "paint" }, pane.canvas), [pane.tools], {
+    const paint = document.createDocumentFragment();
+    paint.append(make("div", { class: "paint" }, pane.canvas), pane.ring);
+    this.work("mask", paint, [pane.tools], {
       title: say("What of it counts?"),
       save: say("Save the mask"), act: () => this.change("mask", { mask: pane.painted() }),
       remove: answer.mask ? [say("Remove the mask"), () => this.change("mask", { mask: "" })] : null,
@@ -190,7 +200,7 @@ class Workbench {
     const answer = await card.ask(name, { file: card.picture.file, ...values });
     if (this.card !== card) return false;
     if (answer.error) { this.refused.textContent = answer.error; return false; }
-    this.editor.changed(answer, answer.step);
+    this.editor.changed(answer, say("Done: {}", answer.step));
     this.end();
     card.say(say("Done: {}", answer.step), "good");
     card.area.focus();

@@ -137,7 +137,7 @@ _ROWS = (
             "any": "Not sure, or something else",
         },
         unset="any",
-        not_of=drafts.SLIDER,
+        not_of=f"{drafts.SLIDER} {drafts.PAIRS}",
     ),
     Field(
         key=PRIORITY,
@@ -156,7 +156,7 @@ _ROWS = (
         label="Trigger word (optional)",
         kind="text",
         part="names",
-        not_of=drafts.SLIDER,
+        not_of=f"{drafts.SLIDER} {drafts.PAIRS}",
         info="A rare word that calls it up later in a prompt. While it trains the word goes before each "
         "caption that lacks it, and into the samples' prompts; your files stay as they are.",
     ),
@@ -265,7 +265,8 @@ def changed(draft: Draft, *, key: str, text: str) -> Draft:
 def of_kind(draft: Draft, kind: str) -> Draft:
     """Return the draft as one of another kind, without what is only said of the other; raises RequestError.
 
-    A slider has neither a subject nor a trigger word, and its samples are not those of images.
+    A slider has neither a subject nor a trigger word, and its samples are not those of images. An edit has neither of
+    the first two: its instruction calls it up. What a file says of them that was brought stays, as the page says so.
     """
     if kind not in drafts.KINDS:
         raise RequestError(
@@ -273,6 +274,9 @@ def of_kind(draft: Draft, kind: str) -> Draft:
         )
     if drafts.SLIDER in (kind, draft.kind) and kind != draft.kind:
         for key in _OF_IMAGES:
+            draft = setting_edit.without(draft, key=key)
+    if kind == drafts.PAIRS != draft.kind and not draft.brought:
+        for key in (CONCEPT, TRIGGER):
             draft = setting_edit.without(draft, key=key)
     return replace(draft, kind=kind)
 

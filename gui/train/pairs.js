@@ -59,7 +59,8 @@ export function mountPairs(place, goOn, leaving, done) {
     const found = matched(heaps.before, heaps.after);
     ({ pairs, byNames } = found);
     const both = heaps.before.length && heaps.after.length;
-    const names = found.alone.map(({ name }) => name);
+    const side = (file) => (heaps.before.includes(file) ? say("Before") : say("After"));
+    const names = found.alone.map((file) => `${file.name} (${side(file)})`);
     alone.hidden = !both || !names.length;
     alone.querySelector("span").textContent = alone.hidden ? ""
       : say("Without a partner of the same name, and left out: {}", names.slice(0, 5).join(", ") + (names.length > 5 ? " \u2026" : ""));

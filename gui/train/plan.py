@@ -325,8 +325,10 @@ def of_images(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
 def _remarks(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
     """Yield what the plan warns of, each with its advice."""
     for remark in found.remarks:
+        # What needs no action needs no advice either, such as a setting for who knows it already.
+        is_advised = not remark.advice.startswith("no action needed")
         yield {
             "what": sentence(remark.what, said),
-            "advice": sentence(remark.advice, said),
+            "advice": sentence(remark.advice, said) if is_advised else "",
             "severity": "note",
         }

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from lora_trainer.common.errors import LoraTrainError
 
-from .. import bases, command_lines, drafts
+from .. import bases, command_lines, drafts, slider_words
 from ..drafts import Draft
 from ..markup import plain
 from ..plan_process import BASES
@@ -132,6 +132,7 @@ def shown(work: Workplace, asked: Mapping[str, str], said: Words) -> Mapping[str
         "texts": fields.texts(draft),
         "brought": view.brought(draft, said),
         "advice": view.advice(),
+        "example_slider": slider_words.EXAMPLE,
         "lacks": view.lacks(draft, said),
         "step": draft.step,
         # The report on them takes seconds, in which the page must not look as though they were lost.

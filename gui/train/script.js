@@ -201,6 +201,12 @@ export function mount(main, leaving) {
 
   function isOfWords() { return fields.read("kind") === "slider"; }
 
+  /** Fill in the words of the slider that the page shows as an example. */
+  function takeExample() {
+    for (const { dataset: { word }, textContent } of page.querySelectorAll("[data-word]")) fields.type(`slider:${word}`, textContent);
+    changed("slider:target");
+  }
+
   /** Keep a field, and plan anew unless it does not count for the plan. */
   function changed(key) {
     if (key === "kind") showKind();
@@ -238,6 +244,9 @@ export function mount(main, leaving) {
     if (target.closest("[data-instruct]")) images.instruct();
     const shows = target.closest("button[data-kind]");
     if (shows) images.showOnly(shows.dataset);
+    const keeps = target.closest("[data-keep]");
+    if (keeps) images.keepOne(keeps.dataset.keep);
+    if (target.closest("[data-take-example]")) takeExample();
     const sets = target.closest("[data-sets]");
     if (sets) setIn(sets);
     const opens = target.closest("[data-opens]");

@@ -46,7 +46,8 @@ _ADVICE = (
     ),
     (
         "Sharp, and nothing over it",
-        "1,000 px on the longer side are plenty. No text and no frames; ten good ones are better than fifty poor ones.",
+        "1,500 px on the longer side are plenty for any base. "
+        "No text and no frames; ten good ones are better than fifty poor ones.",
     ),
     (
         "A sentence to each",
@@ -183,7 +184,7 @@ def _of_folder(work: Workplace, draft: Draft, folder: str, *, keeps_kind: bool) 
     word = notes.read(work, root).trigger
     return (
         draft
-        if not word or fields.TRIGGER in draft.settings
+        if not word or fields.TRIGGER in draft.settings or draft.kind == PAIRS
         else draft.with_setting(fields.TRIGGER, word)
     )
 
@@ -297,6 +298,8 @@ def brought(draft: Draft, said: Words) -> Mapping[str, Any] | None:
             "key": key,
             "source": found["sources"].get(key, ""),
             "value": _as_words(infos[key], value),
+            "shown": said.message(_short(key, _as_words(infos[key], value))),
+            "is_missing": key == fields.BASE and _is_missing_file(str(value)),
             "without": _as_words(infos[key], infos[key].default),
         }
         for key, value in found["settings"].items()
@@ -305,8 +308,8 @@ def brought(draft: Draft, said: Words) -> Mapping[str, Any] | None:
     places = {key: place for place, key in enumerate(_KNOWN)}
     last = len(places)
     rows.sort(key=lambda row: (places.get(row["key"], last), row["key"] not in (stated or ())))
-    # What changes something, and what is looked for; the rest is as it would be without the file.
-    changing = [row for row in rows if row["value"] != row["without"] or row["key"] in places]
+    # What changes something; the rest is as it would be without the file.
+    changing = [row for row in rows if row["value"] != row["without"]]
     own = len(rows) if stated is None else sum(row["key"] in stated for row in rows)
     return {
         "not_needed": {},  # drafts of earlier versions do not know
@@ -319,6 +322,19 @@ def brought(draft: Draft, said: Words) -> Mapping[str, Any] | None:
         "same": [row for row in rows if row not in changing],
         "defaults": len(rows) - own if found["sources"] else 0,
     }
+
+
+def _short(key: str, value: str) -> str:
+    """Return a value as a tile shows it: a base by its name, a file without its folders."""
+    if key == fields.BASE and value in MINIATURES:
+        return base_names.title(value)
+    return value.replace("\\", "/").rpartition("/")[2]
+
+
+def _is_missing_file(source: str) -> bool:
+    """Whether a base is named as a file, and none is there."""
+    is_file = source.lower().endswith((".safetensors", ".ckpt", ".gguf"))
+    return is_file and not Path(source).expanduser().exists()
 
 
 def _as_words(info: SettingInfo, value: object) -> str:

@@ -283,6 +283,9 @@ class Inspector:
                 else "is black everywhere: nothing would be learned"
             )
             fix = "make visible what is to be learned, or remove it"
+            if of_whole.brightest:
+                reason = "shows nothing inside the crop of its image: nothing would be learned"
+                fix = "move the crop to what the mask shows, or change the mask"
         elif abs(math.log(width_px * facts.height_px / (height_px * facts.width_px))) > allowed:
             shape = f"{facts.width_px}x{facts.height_px}"
             reason = f"is {width_px}x{height_px}, not of the shape of its image, {shape}"

@@ -234,8 +234,8 @@ def set_folders(foreign: Foreign, folders: Sequence[FolderTable]) -> None:
             else:
                 foreign.stays(key, "there is one folder, all of its images count alike")
         if folder.key not in foreign.named:
-            alone = "is the DATASET of the command"
-            why = alone if len(every) == 1 else f"lies in the DATASET as {name}"
+            alone = "is the folder with your images, which is chosen apart from the settings"
+            why = alone if len(every) == 1 else f"lies in the folder with your images as {name}"
             foreign.stays(folder.key, why)
 
 
@@ -254,7 +254,8 @@ def _set_references(foreign: Foreign, folders: Sequence[FolderTable]) -> None:
             if len(different) == 1:
                 foreign.stays(key, "are the reference images of all folders")
             else:
-                why = f"put it into the DATASET as references/{folder.path.name}: it is not for all folders"
+                name = folder.path.name
+                why = f"put it beside your images as references/{name}: it is not for all folders"
                 foreign.lacks(key, path, why)
 
 

@@ -291,6 +291,7 @@ DATASET_WISHES: Mapping[str, Mapping[str, Any]] = {
     "caption_names": {},
     "caption_undo": {},
     **dict.fromkeys(("exclude", "put_back"), {"files": ["a.png"]}),
+    "keep_one": {"kind": "duplicate"},
     "closer": {"file": "a.png"},
     "subject": {"file": "a.png"},
     "mask": {"file": "a.png", "mask": ""},

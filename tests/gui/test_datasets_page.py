@@ -50,6 +50,7 @@ BODIES = {
     "preview": requests.Preview,
     "apply": requests.Apply,
     "exclude": requests.Pictures,
+    "keep_one": requests.KeepOne,
     "put_back": requests.Pictures,
     "closer": requests.Picture,
     "subject": requests.Picture,
@@ -1050,3 +1051,63 @@ def test_what_is_warned_of_is_not_good_to_train_on_and_a_caption_of_the_trigger_
         shown = ask(api, "look", folder, trigger="moppel", resolution="")["pictures"]
         (card,) = (each for each in shown if each["file"] == "p0.png")
         assert {each["kind"] for each in card["badges"]} == kinds
+
+
+def test_images_that_are_alike_say_which_they_are_and_one_press_leaves_one_of_each(
+    api: DatasetApi, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("p1 (1).png", "p3.png"):
+        add(folder, name)
+    twice, near = "is the same file as p1 (1).png", "looks the same as p0.png"
+    rows = [
+        {"severity": "warning", "kind": kind, "file": file, "what": what, "advice": "keep one"}
+        for kind, file, what in (("duplicate", "p1.png", twice), ("near-duplicate", "p3.png", near))
+    ]
+    answer = check_answer(
+        images=5,
+        findings=rows,
+        pictures=[
+            {"file": name, "width_px": side, "height_px": side}
+            for name, side in (("p0.png", 16), ("p1.png", 32), ("p1 (1).png", 32), ("p3.png", 32))
+        ],
+    )
+    answered(monkeypatch, answer)
+    ask(api, "check", folder)
+    look = ask(api, "look", folder)
+    said = {name: badges(look, name) for name in ("p1.png", "p1 (1).png", "p0.png", "p3.png")}
+    assert said["p1.png"] == ["= p1 (1).png"] and "= p1.png" in said["p1 (1).png"]
+    assert said["p0.png"] == ["\u2248 p3.png"] and "\u2248 p0.png" in said["p3.png"]
+    cards = {card["file"]: card["alike"] for card in look["pictures"]}
+    assert cards["p1.png"] == cards["p1 (1).png"] == {"duplicate": "p1 (1).png"}
+    kinds = {badge["kind"] for card in look["pictures"] for badge in card["badges"]}
+    assert {"duplicate", "near-duplicate"} <= kinds  # each remark shows its own, and no others
+    report, _ = report_on(answer, words(ENGLISH))
+    assert "p1 (1).png = p1.png" in report and "p0.png \u2248 p3.png" in report
+    assert 'data-kind="duplicate"' in report and 'data-keep="duplicate"' in report
+    # Of copies the one with a caption stays, of different sizes the larger one; nothing else is left out.
+    left = ask(api, "keep_one", folder, kind="duplicate")
+    assert [card["file"] for card in left["excluded"]] == ["p1 (1).png"]
+    (folder / "p0.txt").unlink()
+    left = ask(api, "keep_one", folder, kind="near-duplicate")
+    assert [card["file"] for card in left["excluded"]] == ["p0.png", "p1 (1).png"]
+
+
+def test_captions_that_are_all_alike_are_quoted_and_can_be_shown_before_the_folder_is_opened(
+    folder: Path,
+) -> None:
+    found = finding(
+        "same-caption", count=5, all=5, text="a photo of a cat", names="a.png, b.png, ..."
+    )
+    report, _ = report_on(check_answer(findings=[asdict(found)], images=5), words(ENGLISH))
+    text = " ".join(re.sub("<[^>]*>", " ", report).split())
+    assert text.count("captions say the same") == 1 and "\u201ca photo of a cat\u201d" in text
+    assert 'data-find="a photo of a cat"' in report
+    # Nor is what the heading says of masks said again behind it.
+    lacking = finding("no-mask", count=3, all=5, lack="no mask", names="a.png, b.png, ...")
+    report, _ = report_on(check_answer(findings=[asdict(lacking)], images=5), words(ENGLISH))
+    assert report.count("so the whole image counts") == 1 and "a.png, b.png, ..." in report
+    # A mask that cannot be used is shown with its image.
+    what = "is black everywhere: nothing would be learned"
+    bad = {"kind": "bad-mask", "severity": "error", "file": "m/IMG_1-masklabel.png", "what": what}
+    report, _ = report_on(check_answer(findings=[{**bad, "advice": ""}], images=5), words(ENGLISH))
+    assert 'data-find="IMG_1"' in report

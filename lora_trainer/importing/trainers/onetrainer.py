@@ -247,7 +247,7 @@ def _type_of(concept: folders.FolderTable) -> str:
 
 def _not_trained(concept: folders.FolderTable) -> str:
     if _type_of(concept) == "VALIDATION":
-        return "is validated with only: keep it outside of the DATASET"
+        return "is validated with only: keep it outside of the folder with your images"
     return "is off there" if concept.get("enabled") is False else ""
 
 

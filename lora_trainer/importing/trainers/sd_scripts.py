@@ -414,7 +414,10 @@ def _read_training_dataset(foreign: Foreign) -> None:
     folder = foreign.on("train_data_dir")
     if folder and foreign.dataset is None:
         foreign.dataset = str(folders.path_of(folder))
-        foreign.stays("train_data_dir", "is the DATASET of the command")
+        foreign.stays(
+            "train_data_dir",
+            "is the folder with your images, which is chosen apart from the settings",
+        )
     if not has_file and "data.buckets" not in foreign.settings:
         for field, (value, key) in caption_fields(foreign, values).items():
             if key == THERE or field == "caption_lines":
@@ -532,7 +535,9 @@ def _subset(
     folder.path, folder.key = path if key == "image_dir" else path.parent, folder.name(key)
     share, name = folder.sourced("validation_split")
     if name.startswith(where) and share == 1.0:
-        why = "is validated with only and not trained: keep it outside of the DATASET"
+        why = (
+            "is validated with only and not trained: keep it outside of the folder with your images"
+        )
         foreign.lacks(folder.key, str(folder.path), why)
         foreign.stays(name, "the folder is not trained")
         return None
