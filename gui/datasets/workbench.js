@@ -128,6 +128,7 @@ class Workbench {
   beginCrop({ image_px: [width, height], crop }) {
     const { file, bucket } = this.card.picture;
     const shown = make("span", { class: "ds-quiet", role: "status" });
+    const warned = make("span", { class: "ds-error", role: "status" });
     // Of the size that it is trained in now, which is about that of all images; without a check nobody knows.
     const area = (bucket ?? "").split("x").reduce((product, side) => product * Number(side), 1) || 0;
     const box = new CropBox(file, crop ?? [0, 0, 1, 1], () => { this.unsaved = say("The crop is not saved: save it, or press Cancel."); tell(); });
@@ -136,9 +137,8 @@ class Workbench {
       const [wide, high] = [(right - left) * width, (bottom - top) * height];
       const times = Math.sqrt(area / (wide * high));
       const isSmall = times > ENLARGED;
-      shown.textContent = say("{#} \u00d7 {#} px", Math.round(wide), Math.round(high))
-        + (isSmall ? ": " : "") + (isSmall ? say("too few, it would be enlarged {#} times", times.toFixed(1)) : "");
-      shown.classList.toggle("ds-error", isSmall);
+      shown.textContent = say("{#} \u00d7 {#} px", Math.round(wide), Math.round(high));
+      warned.textContent = isSmall ? say("too few, it would be enlarged {#} times", times.toFixed(1)) : "";
     };
     const sizes = /^\d+x\d+$/.test(bucket ?? "") ? [bucket, bucket.split("x").reverse().join("x")] : [];
     const shapes = [["", say("any shape")], ["1x1", say("square")],
@@ -152,7 +152,7 @@ class Workbench {
     mark("");
     tell();
     const shape = make("div", { class: "wb-shapes", role: "group", "aria-label": say("Shape") }, ...chips);
-    this.work("crop", box.node, [shape, shown], {
+    this.work("crop", box.node, [shape, shown, warned], {
       title: say("Which part is trained?"),
       note: say("Drag the corners, or draw a new frame. What is dark is left out; the file stays as it is."),
       save: say("Save the crop"), act: () => this.change("crop", { box: box.box }),
