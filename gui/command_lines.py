@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,8 @@ from .fence import fenced
 from .own_load import own_load
 from .plan_process import BASES, Done, PlanProcess
 from .server.asset_files import EXAMPLE, EXAMPLE_NAME
+from .upload_names import is_image
+from .uploads import is_unnamed, is_uploaded
 from .workplace import Workplace
 
 Words = tuple[str, ...]
@@ -82,10 +85,27 @@ def dataset_of(draft: Draft, work: Workplace) -> Path:
 
 def label_of(draft: Draft, work: Workplace) -> str:
     """Return what the training of a draft is called; raises as `dataset_of`."""
-    if draft.name:
-        return draft.name
     dataset = dataset_of(draft, work)
-    return dataset.name if dataset.is_dir() else dataset.stem
+    return _own_name(draft, dataset, work) or dataset.name
+
+
+def _own_name(draft: Draft, dataset: Path, work: Workplace) -> str:
+    """Return what a training is called that is not called after its folder, empty for one that is.
+
+    A slider is called after its words, as its file is; images that were sent without a name after their trigger word,
+    else after the first of them, as the page Datasets calls them.
+    """
+    if draft.name or not dataset.is_dir():
+        return draft.name or dataset.stem
+    if not (is_uploaded(work, dataset) and is_unnamed(dataset.name)):
+        return ""
+    images = (path for path in dataset.iterdir() if is_image(path.name))
+    first = min((path.stem for path in images), default="")
+    for name in (str(draft.settings.get("data.trigger") or ""), first):
+        with suppress(RequestError):  # a trigger word may hold what no name of a folder may
+            if run_name(name):
+                return name.strip()
+    return ""
 
 
 def judged_for(draft: Draft, dataset: Path) -> str:
@@ -109,8 +129,7 @@ def plan_words(draft: Draft, work: Workplace) -> Words:
 def train_words(draft: Draft, work: Workplace) -> Words:
     """Return the training into a new folder of the runs; raises RequestError or InputError."""
     dataset = dataset_of(draft, work)
-    # The file of a slider is called after its words, which is what its run is called in the queue before it begins.
-    name = run_name(draft.name or ("" if dataset.is_dir() else dataset.stem))
+    name = run_name(_own_name(draft, dataset, work))
     named = (f"--name={name}",) if name else ()
     return (str(dataset), *_choices(draft, work), *named, f"--output={work.runs}")
 

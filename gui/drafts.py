@@ -140,8 +140,11 @@ def changing(work: Workplace) -> Iterator[None]:
         yield
 
 
-def current(work: Workplace) -> Draft:
-    """Return the newest draft that is readable and not started, else a new one."""
+def current(work: Workplace, *, is_last: bool = False) -> Draft:
+    """Return the newest draft that is readable and not started, else a new one.
+
+    With `is_last` none that lay aside when a newer one was started: nobody thinks of that one any more.
+    """
     try:
         names = sorted((path.stem for path in _folder(work).glob("*.json")), reverse=True)
     except OSError:
@@ -153,6 +156,8 @@ def current(work: Workplace) -> Draft:
             continue
         if not draft.started_as:
             return draft
+        if is_last:
+            break
     return new(work)
 
 

@@ -109,6 +109,11 @@ def inline(text: str, _: Words | None = None) -> Html:
     return join(tag("code", part) if at % 2 else _message(part, _) for at, part in enumerate(parts))
 
 
+def inline_sentence(text: str, _: Words | None = None) -> Html:
+    """Return a message as `inline` does, as a sentence: its capital and its dot are no part of what is translated."""
+    return Html(f"{capital(inline(text.rstrip('. '), _))}.")
+
+
 def worded(text: str, _: Words) -> str:
     """Return a message as `inline` does, for a script that makes code of what stands in backticks."""
     parts = _at_backticks(named(text))

@@ -6,6 +6,7 @@ is asked, and routes.py checks both.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,21 @@ from urllib.parse import urlencode
 from lora_trainer.common.errors import LoraTrainError, TrainingStopped
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.machine import Hardware
+from lora_trainer.queue import commands
+from lora_trainer.queue.commands import Item
 from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html
+from lora_trainer.reporting.run_record import read
 
 from .. import command_lines, runs
 from ..live import Beginning, LiveTraining, beginning, running, waiting
 from ..lora_files import day_of, result_of
-from ..markup import inline
+from ..markup import inline, inline_sentence
 from ..media import run_url
 from ..queue.times import dataset_of
 from ..run.starting import shown_photos
-from ..run_state import FINISHING
+from ..run_mend import mend_of
+from ..run_state import FINISHING, look
 from ..runs import Followed, RunEntry, newest_pictures, page_url
 from ..server.asset_files import EXAMPLE_IMAGES, example_url
 from ..server.translation import Words
@@ -82,6 +87,10 @@ class Ended(Card):
     state: str
     said: str
     why: Html | None
+    cure: Html | None
+    """What to do about it."""
+    mended: tuple[str, str] | None
+    """A button that trains again with the cure: its label and where it leads."""
     step: str
     steps: str
     fraction: float
@@ -106,7 +115,9 @@ class Result:
 def stamp(work: Workplace, entries: Sequence[RunEntry]) -> str:
     """Return a text that changes when the cards of these runs do."""
     seen = tuple(runs.stamp(work.runs / run.name, run.status) for run in entries)
-    return f"{hash((*seen, *beginning(work, entries))):x}"
+    begins = beginning(work, entries)
+    waits = (item.id for item in _waiting(work, begins))
+    return f"{hash((*seen, *begins, *waits)):x}"
 
 
 def goes(work: Workplace, entries: Sequence[RunEntry]) -> bool:
@@ -134,6 +145,7 @@ def shown(
             *(_now(work, named[name], seen, _) for name, seen in trains.items() if name in named),
             *(_about_to(work, each, _) for each in begins),
         ],
+        "waiting": [_waits(work, item, _) for item in _waiting(work, begins)],
         **{name: [_ended(work, run, _) for run in group] for name, group in groups.items()},
         "left_out": len(ended) - len(listed),
         "examples": [example_url(name) for name in EXAMPLE_IMAGES],
@@ -200,6 +212,24 @@ def _about_to(work: Workplace, begins: Beginning, _: Words) -> Now:
     )
 
 
+def _waiting(work: Workplace, begins: Sequence[Beginning]) -> list[Item]:
+    """Return what waits in the queue, the next one first, without what is about to train."""
+    try:
+        items = commands.in_order(commands.items(work.runs))
+    except LoraTrainError:  # the page Queue says so
+        return []
+    begun = {each.item.id for each in begins}
+    return [item for item in items if item.id not in begun]
+
+
+def _waits(work: Workplace, item: Item, _: Words) -> Card:
+    return Card(
+        name=item.run or item.label or item.id,
+        url="/queue",
+        shots=_learned(work, dataset_of(item), _),
+    )
+
+
 def _learned(work: Workplace, dataset: Path | None, _: Words) -> Shots:
     """Return the first images that a training learns."""
     shown = shown_photos(work, dataset)[:_NOW_SAMPLES]
@@ -208,20 +238,38 @@ def _learned(work: Workplace, dataset: Path | None, _: Words) -> Shots:
 
 def _ended(work: Workplace, run: RunEntry, _: Words) -> Ended:
     status = run.status
+    has_failed = status.state == "failed" and bool(status.message)
+    what, _fix, cure = status.message.partition(" Fix: ") if has_failed else ("", "", "")
     return Ended(
         name=run.name,
         url=page_url(run.name),
         shots=_shots(work, run.name, _),
         state=status.state,
         said=_ENDED[status.state],
-        why=inline(status.message, _) if status.state == "failed" and status.message else None,
+        why=inline_sentence(what, _) if what else None,
+        cure=inline(cure.rstrip(". "), _) if cure else None,
+        mended=_mended(work, run) if cure else None,
         step=f"{status.step:,}",
         steps=f"{status.steps:,}" if status.steps else "",
         fraction=status.step / status.steps if status.steps else 0.0,
-        again="/train?" + urlencode({"again": run.name}),
+        again=_again(run.name),
         resumes=status.state != "finished" and status.exit_code != TrainingStopped.exit_code,
         lora=_result(work, run),
     )
+
+
+def _mended(work: Workplace, run: RunEntry) -> tuple[str, str] | None:
+    folder = work.runs / run.name
+    try:
+        record = read(folder)
+    except (LoraTrainError, OSError):  # the run's own page says so
+        return None
+    mend = mend_of(look(folder, run.status, now_s=time.time()), record)
+    return None if mend is None else (mend.label, _again(run.name, mended="1"))
+
+
+def _again(run: str, **more: str) -> str:
+    return "/train?" + urlencode({"again": run, **more})
 
 
 def _result(work: Workplace, run: RunEntry) -> Result | None:

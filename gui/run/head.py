@@ -27,7 +27,7 @@ from lora_trainer.reporting.history import RunHistory
 from lora_trainer.reporting.status import FIRST_STEPS, RunStatus
 
 from .. import plan_view
-from ..markup import capital, inline
+from ..markup import inline, inline_sentence
 from ..media import run_url
 from ..run_best import exports, losses, read_best, recommended, standing_of
 from ..run_mend import mend_of
@@ -154,7 +154,7 @@ def _ends_early(seen: Look) -> bool:
 
 def head_html(shown: Head, _: Words) -> Html:
     """Return the head as markup."""
-    return render("run/head.html", _, head=shown, inline=inline)
+    return render("run/head.html", _, head=shown, inline=inline, inline_sentence=inline_sentence)
 
 
 def cards_of(status: RunStatus, cards: Sequence[CardState]) -> Sequence[CardState]:
@@ -228,12 +228,12 @@ def _samples_of(step: int, history: RunHistory) -> str:
 
 
 def _ended(seen: Look, history: RunHistory) -> tuple[str, str] | None:
-    """Return why a run ended before its end and what to do about it, as sentences."""
+    """Return why a run ended before its end and what to do about it, without their dots."""
     told = explained(seen, history)
     if told is None:
         return None
     what, fix = (words.rstrip(". ") for words in told)
-    return f"{capital(what)}.", fix
+    return what, fix
 
 
 def figures(seen: Look, history: RunHistory, *, best_step: int = 0) -> Iterator[Figure]:

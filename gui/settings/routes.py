@@ -28,9 +28,9 @@ def routes(work: Workplace) -> list[Route]:
     """Return the routes of the page and of its script."""
 
     def show(request: Request, said: Words) -> Mapping[str, Any]:
-        """Show the draft that the address names, else the newest one."""
+        """Show the draft that the address names, else the one that somebody works on."""
         named = request.query_params.get("draft", "")
-        draft = drafts.read(work, named) if named else drafts.current(work)
+        draft = drafts.read(work, named) if named else drafts.current(work, is_last=True)
         sections = view.form(said.code)
         return {"sections": sections, "state": view.state(work, draft), "inline": inline}
 

@@ -11,8 +11,7 @@ from hashlib import sha256
 
 WIDTH, HEIGHT, CELL = 320, 80, 10
 _SHARE = 0.62  # of the width that has dots
-# The sketches are drawn 180 high; here they stand at the right, whole.
-_PLACE = "translate(146 0) scale(.444)"
+# The sketches are drawn 180 high.
 _SKETCHES = {
     "people": '<circle cx="212" cy="78" r="34"/><path d="M142 180c4-44 30-58 70-58s66 14 70 58z"/>',
     "anime": '<path d="M212 34c-34 0-52 26-50 60l-12 30 26-14c8 18 22 26 36 26s28-8 36-26l26 14-12-30'
@@ -28,21 +27,52 @@ _SKETCHES = {
 }
 
 
+# How the picture of a family is built, so that a person finds a base again by its picture: where its sketch stands, and
+# what it comes out of.
+_PLACES = (
+    "translate(146 0) scale(.444)",
+    "translate(20 0) scale(.444)",
+    "translate(232 0) scale(-.444 .444)",
+    "translate(66 -14) scale(.58)",
+)
+_GROUNDS = ("dots", "rings", "stripes", "hills", "tiles")
+
+
 def emblem(family: str, subject: str) -> str:
     """Return the SVG; an unknown subject has plain shapes."""
     digest = sha256(family.encode(errors="replace")).digest()
-    hue = digest[0] * 360 // 256
+    hue = digest[18] * 360 // 256
     other = (hue + 40 + digest[1] % 80) % 360
     sketch = _SKETCHES.get(subject, _SKETCHES[""])
-    dots = "".join(_dots())
+    # A letter reads from the left alone.
+    place = _PLACES[digest[21] % len(_PLACES)] if subject != "text" else _PLACES[digest[21] % 2]
+    ground = "".join(_ground(_GROUNDS[digest[15] % len(_GROUNDS)]))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">'
         f'<defs><linearGradient id="g" x2="1" y2="1"><stop stop-color="hsl({hue} 42% 34%)"/>'
         f'<stop offset="1" stop-color="hsl({other} 52% 62%)"/></linearGradient></defs>'
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="url(#g)"/>'
-        f'<g fill="hsl({hue} 40% 20%)" opacity=".78" transform="{_PLACE}">{sketch}</g>'
-        f'<g fill="#fff" opacity=".28">{dots}</g></svg>'
+        f'<g fill="#fff" stroke="none" opacity=".26">{ground}</g>'
+        f'<g fill="hsl({hue} 40% 20%)" opacity=".78" transform="{place}">{sketch}</g></svg>'
     )
+
+
+def _ground(kind: str) -> Iterator[str]:
+    """Yield the shapes behind the sketch."""
+    if kind == "rings":
+        for r in range(18, 150, 22):
+            yield f'<circle cx="250" cy="26" r="{r}" fill="none" stroke="#fff" stroke-width="6"/>'
+    elif kind == "stripes":
+        for x in range(-HEIGHT, WIDTH, 34):
+            yield f'<path d="M{x} {HEIGHT}l{HEIGHT} -{HEIGHT}h13l-{HEIGHT} {HEIGHT}z"/>'
+    elif kind == "hills":
+        for x, r in ((30, 62), (120, 44), (215, 70), (300, 50)):
+            yield f'<circle cx="{x}" cy="{HEIGHT + 14}" r="{r}"/>'
+    elif kind == "tiles":
+        for at, x in enumerate(range(0, WIDTH, 40)):
+            yield f'<rect x="{x}" y="{40 * (at % 2)}" width="40" height="40"/>'
+    else:
+        yield from _dots()
 
 
 def _dots() -> Iterator[str]:

@@ -221,3 +221,27 @@ def test_the_picture_of_a_run_is_of_its_own_or_says_that_it_is_the_bases(work: W
         picture(folder / "previews" / f"step-{step:08d}.jpg")
     html = cards(work)
     assert "previews/step-00000006.jpg" in html and "base, no sample" not in html
+
+
+def test_a_failed_run_says_what_to_do_whole_and_has_its_button(work: Workplace) -> None:
+    what = "nothing is learned: after 60 steps the loss is as it was at the start"
+    fix = "leave optimizer.learning_rate out for the preset's, which suits most images."
+    folder = run_of(work, "poor", state="failed", exit_code=5, message=f"{what}. Fix: {fix}")
+    file = folder / "run.json"
+    record = json.loads(file.read_text())
+    record["settings"]["optimizer.learning_rate"] = 1e-12
+    record["origins"]["optimizer.learning_rate"] = {"layer": "command line", "reason": ""}
+    file.write_text(json.dumps(record))
+    html = cards(work)
+    assert "What to do:" in html and "which suits most images." in html
+    assert "again=poor&amp;mended=1" in html and "Train again with the usual learning rate" in html
+
+
+def test_what_waits_is_on_home_and_leads_to_the_queue(work: Workplace) -> None:
+    rules.pause(work.runs, stop=False)
+    before = stamp(work)
+    for number in range(6):
+        queued(work, f"images-{number}", label=f"moth-{number}")
+    html = cards(work)
+    assert "moth-0" in html and "moth-5" not in html and "and 2 more" in html
+    assert 'href="/queue"' in html and "Teach an image model" not in html and stamp(work) != before

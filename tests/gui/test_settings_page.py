@@ -628,3 +628,14 @@ def test_a_slider_that_is_dropped_becomes_its_words_with_the_settings_of_its_tra
     found = drafts.current(work)
     assert found.slider == {**words, "less": "a boy"}
     assert found.settings["adapter.rank"] == 8
+
+
+def test_a_draft_that_lay_aside_when_another_was_started_is_not_edited_unasked(
+    work: Workplace,
+) -> None:
+    aside = drafts.new(work, dataset="old")
+    assert drafts.current(work, is_last=True).id == aside.id
+    started = replace(drafts.new(work, dataset="old"), started_as="item")
+    drafts.save(work, started)
+    assert aside.id not in opened(work)
+    assert drafts.current(work, is_last=True).id not in (aside.id, started.id)

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lora_trainer.gui import command_lines, drafts, slider_words, variants
+from lora_trainer.gui import command_lines, drafts, slider_words, uploads, variants
 from lora_trainer.gui.datasets import check
 from lora_trainer.gui.datasets.view import placed
 from lora_trainer.gui.run import routes as run_routes
@@ -40,6 +40,7 @@ from lora_trainer.config.config import parse_assignment
 from lora_trainer.dataset.slider_file import Direction, read_sliders
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.plan_record import PlanRecord
+from tests.fakes.lora_library import picture
 from tests.fakes.runs import write_dataset
 from tests.gui.conftest import skip_without_gradio
 
@@ -699,3 +700,20 @@ def test_images_are_looked_at_although_the_settings_name_a_base_that_is_not_here
     )
     assert "error:" not in shown.html and "Fix:" not in shown.html
     assert (shown.folder, shown.next) == (str(tmp_path / "cats"), "Continue anyway")
+
+
+def test_images_that_were_sent_without_a_name_are_called_after_their_trigger_word(
+    work: Workplace,
+) -> None:
+    folder = uploads.upload_folder(work, "")
+    picture(folder / "IMG_4101.png")
+    draft = drafts.Draft(id="0" * 12, dataset=str(folder))
+    assert command_lines.label_of(draft, work) == "IMG_4101"
+    assert "--name=IMG_4101" in command_lines.train_words(draft, work)
+    draft = draft.with_setting("data.trigger", "mietzi")
+    assert command_lines.label_of(draft, work) == "mietzi"
+    assert "--name=mietzi" in command_lines.train_words(draft, work)
+    draft = draft.with_setting("data.trigger", "a/b")
+    assert command_lines.label_of(draft, work) == "IMG_4101", "what no folder can be called"
+    named = uploads.upload_folder(work, "my cats")
+    assert command_lines.label_of(replace(draft, dataset=str(named)), work) == "my cats"
