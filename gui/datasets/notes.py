@@ -28,8 +28,9 @@ from ..workplace import Workplace
 from .journal import dataset_key
 
 MAX_RECENT = 12
+MASKED_BY = ("none", "files", "alpha")
 _NO_DRAFT = "0" * 12
-_TRIGGER = "data.trigger"
+_TRIGGER, MASKS = "data.trigger", "data.masks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class Notes:
     trigger: str | None = None
     resolution: str | None = None
     word_set: WordSet | None = None
+    masks: str = ""
+    """What was said last of its masks, a value of the setting; empty for nothing. Each new draft about it begins so."""
 
 
 def read(work: Workplace, root: Path) -> Notes:
@@ -79,10 +82,8 @@ def opened(work: Workplace, root: Path) -> Notes:
 
 def draft_for(work: Workplace, root: Path) -> Draft:
     """Return the newest draft about this folder that is not started, else an unsaved one."""
-    for draft in _drafts(work):
-        if not draft.started_as and _same_folder(draft.dataset, root):
-            return draft
-    return Draft(id=_NO_DRAFT, dataset=str(root))
+    unsaved = with_masks(work, Draft(id=_NO_DRAFT, dataset=str(root)), root)
+    return next(_drafts_about(work, root), unsaved)
 
 
 def use_trigger(work: Workplace, root: Path, word: str, *, step: str = "") -> None:
@@ -129,21 +130,35 @@ def _with_trigger(
 
 
 def use_masks(work: Workplace, root: Path) -> None:
-    """Have the newest draft about a folder train with its masks, a new one where there is none."""
+    """Have the drafts about a folder train with its masks, those that are begun later too."""
+    note_masks(work, root, "files")
     with drafts.changing(work):
-        draft = draft_for(work, root)
-        if draft.settings.get("data.masks", "none") == "none":
-            if draft.id == _NO_DRAFT:
-                draft = replace(draft, id=drafts.new_id())
-            drafts.save(work, draft.with_setting("data.masks", "files"))
+        for draft in _drafts_about(work, root):
+            if draft.settings.get(MASKS, "none") == "none":
+                drafts.save(work, draft.with_setting(MASKS, "files"))
 
 
 def drop_masks(work: Workplace, root: Path) -> None:
-    """Leave masks out of the newest draft about a folder, which has none any more."""
+    """Leave masks out of the drafts about a folder, which has none any more."""
+    if read(work, root).masks == "files":
+        note_masks(work, root, "")
     with drafts.changing(work):
-        draft = draft_for(work, root)
-        if draft.id != _NO_DRAFT and draft.settings.get("data.masks") == "files":
-            drafts.save(work, draft.without_setting("data.masks"))
+        for draft in _drafts_about(work, root):
+            if draft.settings.get(MASKS) == "files":
+                drafts.save(work, draft.without_setting(MASKS))
+
+
+def note_masks(work: Workplace, root: Path, said: str) -> None:
+    """Remember what was said last of the masks of a folder, a value of the setting, empty for nothing."""
+    noted = read(work, root)
+    if noted.masks != said:
+        save(work, replace(noted, folder=str(root), masks=said))
+
+
+def with_masks(work: Workplace, draft: Draft, root: Path) -> Draft:
+    """Return a draft about a folder that says nothing of its masks as somebody said it of the folder."""
+    said = read(work, root).masks
+    return draft if not said or MASKS in draft.settings else draft.with_setting(MASKS, said)
 
 
 def recent(work: Workplace) -> list[str]:
@@ -170,6 +185,13 @@ def _used(work: Workplace) -> Iterator[str]:
         folder = recorded_dataset(record.parent)
         if folder is not None and folder.is_dir():  # a slider has words in place of images
             yield str(folder)
+
+
+def _drafts_about(work: Workplace, root: Path) -> Iterator[Draft]:
+    """Yield the drafts about a folder that are not started, the newest first."""
+    for draft in _drafts(work):
+        if not draft.started_as and _same_folder(draft.dataset, root):
+            yield draft
 
 
 def _drafts(work: Workplace) -> Iterator[Draft]:
@@ -218,6 +240,7 @@ def _read(file: Path) -> Notes | None:
                 trigger=trigger,
                 resolution=resolution,
                 word_set=_word_set(values.get("word_set")),
+                masks=masks if (masks := values.get("masks")) in MASKED_BY else "",
             )
     return None
 

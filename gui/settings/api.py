@@ -7,6 +7,7 @@ JSON values, with their sentences in the language of the reader.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
@@ -15,6 +16,7 @@ from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 
 from .. import command_lines, drafts, setting_edit, slider_words
 from ..command_lines import Plans
+from ..datasets import notes
 from ..drafts import Draft
 from ..server.translation import Words
 from ..workplace import Workplace
@@ -86,7 +88,8 @@ class Api:
             draft = setting_edit.replaced(draft, text=setting_edit.as_json(found.settings)).draft
         draft = replace(draft, brought=report_of(found, file=asked.name))
         if draft.dataset:
-            draft = for_images(draft, self.work.dataset(draft.dataset))
+            root = self.work.dataset(draft.dataset)
+            draft = notes.with_masks(self.work, for_images(draft, root), root)
         self._save(draft)
         return {"url": "/train?" + urlencode({"draft": draft.id})}
 
@@ -142,9 +145,18 @@ class Api:
 
     def _write(self, asked: OfDraft, change: Callable[[Draft], Draft]) -> Reply:
         with drafts.changing(self.work):
-            draft = change(drafts.read(self.work, asked.draft))
+            before = drafts.read(self.work, asked.draft)
+            draft = change(before)
             self._save(draft)
+        self._note_masks(before, draft)
         return self._state(draft)
+
+    def _note_masks(self, before: Draft, draft: Draft) -> None:
+        """Remember what was said of the masks of its images: the next draft about them begins so too."""
+        said = draft.settings.get(notes.MASKS, "")
+        if draft.dataset and said != before.settings.get(notes.MASKS, ""):
+            with suppress(LoraTrainError):  # the folder is not there, which the plan says
+                notes.note_masks(self.work, self.work.folder(draft.dataset), str(said))
 
     def _save(self, draft: Draft) -> None:
         setting_edit.check_paths(draft, self.work)

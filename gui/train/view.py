@@ -159,15 +159,15 @@ def _with_folder(work: Workplace, draft_id: str, folder: str) -> Draft:
         if not folder or draft.dataset == folder:
             return draft
         if draft.started_as:
-            return drafts.new(work, dataset=folder)
+            draft = drafts.new(work)
         draft = replace(_of_folder(work, draft, folder, keeps_kind=False), step=IMAGES)
         drafts.save(work, draft)
         return draft
 
 
 def _of_folder(work: Workplace, draft: Draft, folder: str, *, keeps_kind: bool) -> Draft:
-    """Return a draft that is about a folder from now on: with the trigger word that was set for its images, and the
-    length of a file that was brought, which counts them.
+    """Return a draft that is about a folder from now on: with the trigger word that was set for its images, the masks
+    that were painted for them, and the length of a file that was brought, which counts them.
 
     It is not a slider any more. Whether it is of pairs its images say, unless it `keeps_kind`, as somebody chose that.
     """
@@ -180,7 +180,7 @@ def _of_folder(work: Workplace, draft: Draft, folder: str, *, keeps_kind: bool) 
         return draft
     if not keeps_kind:
         draft = fields.of_kind(draft, run_actions.kind_of(root))
-    draft = for_images(draft, root)
+    draft = notes.with_masks(work, for_images(draft, root), root)
     word = notes.read(work, root).trigger
     return (
         draft

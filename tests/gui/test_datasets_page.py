@@ -26,6 +26,8 @@ from lora_trainer.gui.datasets.routes import routes
 from lora_trainer.gui.datasets.view import summary
 from lora_trainer.gui.server.language import ENGLISH
 from lora_trainer.gui.server.translation import words
+from lora_trainer.gui.settings.api import Api as SettingsApi
+from lora_trainer.gui.settings.requests import Change
 from lora_trainer.gui.train import view as train_view
 from lora_trainer.gui.train.report import report as report_on
 from lora_trainer.gui.workplace import Workplace
@@ -568,26 +570,61 @@ def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
         assert mask.getpixel((4, 4)) == 255 and mask.getpixel((28, 4)) == 0
     shown = ask(api, "closer", folder, file="p1.png")
     assert shown["mask"] == "data:image/png;base64," + base64.b64encode(written).decode()
-    chosen = drafts.current(work).settings
-    assert chosen["data.masks"] == "files", "what was painted is trained with"
+
+    def used() -> object:
+        asked = {"draft": "new", "folder": str(folder)}
+        return train_view.wanted(work, asked).settings.get("data.masks")
+
+    assert used() == "files", "what was painted is trained with"
     assert "the mask of p1.png" in ask(api, "undo", folder)["step"]
     assert old.read_bytes() == before and not file.exists()
-    assert drafts.current(work).settings["data.masks"] == "files", "the one before is there"
+    assert used() == "files", "the one before is there"
     ask(api, "redo", folder)
     assert file.read_bytes() == written
     ask(api, "mask", folder, file="p1.png", mask="")
     assert not file.exists()
-    assert "data.masks" not in drafts.current(work).settings, "the last one is gone"
+    assert used() is None, "the last one is gone"
     ask(api, "undo", folder)
-    assert drafts.current(work).settings["data.masks"] == "files"
+    assert used() == "files"
     ask(api, "redo", folder)
-    assert "data.masks" not in drafts.current(work).settings
+    assert used() is None
     ask(api, "undo", folder)
     black = (png(Image.new("L", (32, 24))), "nothing is painted")
     for bad, why in (black, ("data:x", "not a mask"), (png(half)[:90], "mask")):
         with pytest.raises(RequestError, match=why):
             ask(api, "mask", folder, file="p1.png", mask=bad)
     assert file.read_bytes() == written
+
+
+def test_painted_masks_are_used_by_each_draft_about_the_folder_until_somebody_says_otherwise(
+    api: DatasetApi, work: Workplace, folder: Path
+) -> None:
+    other = drafts.new(work, dataset=str(folder))
+    half = Image.new("L", (64, 48))
+    half.paste(255, (0, 0, 32, 48))
+    newest = drafts.new(work, dataset=str(folder))
+    ask(api, "mask", folder, file="p1.png", mask=png(half))
+    for draft in (other, newest):  # what a series, or one training, does with its draft
+        kept = drafts.read(work, draft.id)
+        assert kept.settings["data.masks"] == "files"
+        drafts.save(work, replace(kept, started_as="0-1", series="1"))
+    answer = ask(api, "look", folder)
+    assert badges(answer, "p1.png") == ["has a mask"]
+    assert ask(api, "closer", folder, file="p1.png")["used"] == "files"
+    later = train_view.wanted(work, {"draft": "new", "folder": str(folder)})
+    assert later.settings["data.masks"] == "files"
+    # Who sets it in All settings, or takes it back there, has said otherwise.
+    all_settings = SettingsApi(work=work, plans=command_lines.Plans(work))
+    all_settings.change(Change(draft=later.id, key="data.masks", text="none"), words(ENGLISH))
+    drafts.save(work, replace(drafts.read(work, later.id), started_as="0-2"))
+    assert ask(api, "closer", folder, file="p1.png")["used"] == "none"
+    ask(api, "use_masks", folder)
+    assert ask(api, "closer", folder, file="p1.png")["used"] == "files"
+    ask(api, "mask", folder, file="p1.png", mask="")
+    assert (
+        "data.masks"
+        not in train_view.wanted(work, {"draft": "new", "folder": str(folder)}).settings
+    )
 
 
 @pytest.mark.skipif(
