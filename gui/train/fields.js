@@ -25,11 +25,13 @@ export class Fields {
 
   isTyped(key) { return this.read(key) !== this.shown.get(key); }
 
-  /** Take over what the server has kept of the texts that were sent, and say what it refused. */
+  /** Take over what the server has kept of the texts that were sent, and say what it refused. Where the earlier text
+   *  stands again, which is kept already and was not sent, nothing is refused any more. */
   kept(sent, refused) {
-    for (const [key, text] of Object.entries(sent)) {
-      if (!(key in refused)) this.shown.set(key, text);
-      this.refuse(key, refused[key] ?? "");
+    for (const key of this.inputs.keys()) {
+      const isSent = key in sent;
+      if (isSent && !(key in refused)) this.shown.set(key, sent[key]);
+      if (isSent || !this.isTyped(key)) this.refuse(key, refused[key] ?? "");
     }
   }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, TypeVar, cast
 
@@ -327,7 +327,7 @@ def _validated(values: Mapping[str, Any], kind: type[C]) -> C:
     try:
         config = kind.model_validate(nested)
     except ValidationError as error:
-        raise RequestError(_explain(error), fix="change these values") from None
+        raise RequestError(_explain(error), fix=_fix(error)) from None
     by_name, sentences = by_key(config), list[str]()
     for info in all_settings():
         value = by_name[info.key]
@@ -445,18 +445,58 @@ _FORMS = {
 }
 
 
+def _fix(error: ValidationError) -> str:
+    """Return what to do about one wrong value, or several."""
+    settings = {problem["loc"][:2] for problem in error.errors(include_url=False)}
+    return "change this value" if len(settings) == 1 else "change these values"
+
+
+# What a value is not, where the form of its setting says what it can be.
+_NOT_ALLOWED = frozenset(
+    f"{kind}_{fault}" for kind in ("int", "float", "bool") for fault in ("parsing", "type")
+) | {
+    "int_from_float",
+    "int_parsing_size",
+    "finite_number",
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+    "literal_error",
+}
+
+
 def _explain(error: ValidationError) -> str:
     messages_by_setting: dict[str, list[str]] = {}
+    not_allowed: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         path = [str(part) for part in problem["loc"]]
         key = ".".join(path[:2])
         if key == FOLDERS and len(path) > 3:  # data, folders, NAME, field
             key = ".".join(path[:4])
         where = f"{key}={problem['input']!r}: " if key else ""
+        if problem["type"] in _NOT_ALLOWED and (allowed := _allowed(key, problem["input"])):
+            not_allowed[where] = f"{key}={problem['input']!r} is not possible, only {allowed}"
         message = _FORMS.get(problem["type"], problem["msg"].removeprefix("Value error, "))
         if problem["type"] == "extra_forbidden":
             message = f"unknown.{did_you_mean(key, _near_keys(key))}"
         messages_by_setting.setdefault(where, []).append(message[:1].lower() + message[1:])
     return "; ".join(
-        where + " or ".join(messages) for where, messages in messages_by_setting.items()
+        not_allowed.get(where) or where + " or ".join(messages)
+        for where, messages in messages_by_setting.items()
     )
+
+
+def _allowed(key: str, value: object) -> str:
+    """Return what a setting can be, in words; "" where its form does not say it, and for an undecided `auto`."""
+    form = next((info.form for info in all_settings() if info.key == key), None)
+    if form is None or value == "auto":
+        return ""
+    match form.kind:
+        case "number":
+            return replace(form, nullable=False).allowed
+        case "choice":
+            return "one of " + ", ".join(map(str, form.words))
+        case "switch":
+            return "true or false"
+    return ""

@@ -144,7 +144,7 @@ def test_what_is_typed_is_of_the_draft_until_it_is_cleared_and_a_refusal_keeps_t
     chosen = {"train.steps": 40, "sampling.prompts": ["a cat", "a dog"]}
     assert drafts.read(work, draft.id).settings == chosen
     said = looks(page, draft, train__steps="0", adapter__rank="8", output__folder="/")
-    assert "greater than or equal to 1" in said["refused"]["train.steps"]
+    assert "is not possible, only a whole number from 1 to" in said["refused"]["train.steps"]
     assert "has no field" in said["refused"]["output.folder"] and len(said["refused"]) == 2
     assert drafts.read(work, draft.id).settings == {**chosen, "adapter.rank": 8}
     assert said["draft"]["texts"]["train.steps"] == "40", "what the draft has"

@@ -61,10 +61,10 @@ def test_ranges_and_choices_are_read_as_written() -> None:
         (["adapter.rank"], "cannot be read"),
         (["adapter.rnak=1,2"], "unknown setting 'adapter.rnak'"),
         (["adapter.rank=8"], "one value"),
-        (["adapter.rank=8,0"], "greater than or equal to 1"),
+        (["adapter.rank=8,0"], "only a whole number from 1 to 1,024"),
         (["optimizer.learning_rate=1e-3..1e-5"], "not below"),
         (["optimizer.learning_rate=0..1"], "cannot be read"),
-        (["optimizer.learning_rate=1..5000"], "less than or equal"),
+        (["optimizer.learning_rate=1..5000"], "only a number above 0 to 10"),
         (["adapter.rank=8,16", "adapter.rank=4,8"], "varied twice"),
     ],
 )
