@@ -311,8 +311,13 @@ def _entries_of(folder: Path, run: runs.RunEntry) -> Iterator[Entry]:
 
 def day_of(file: LoraFile) -> str:
     """Return the day a file was written, in this machine's time zone."""
+    return minute_of(file).partition(" ")[0]
+
+
+def minute_of(file: LoraFile) -> str:
+    """Return the day and the time of day that a file was written, which tells two of one day apart."""
     written = datetime.fromtimestamp(file.changed_ns / 1e9, UTC).astimezone()
-    return written.strftime("%Y-%m-%d")
+    return written.strftime("%Y-%m-%d %H:%M")
 
 
 def result_of(folder: Path) -> Entry | None:

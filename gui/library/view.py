@@ -178,7 +178,7 @@ def _facts(entry: Entry, _: Words) -> Iterator[Fact]:
         if picture is None
         else _("{} at strength {#}", picture.prompt, f"{picture.strength:g}"),
         "size": bytes_text(entry.file.size_bytes),
-        "written": lora_files.day_of(entry.file),
+        "written": lora_files.minute_of(entry.file),
     }
     for name, value in facts.items():
         if value not in ("", None) or name == "trigger word":

@@ -25,7 +25,7 @@ export function mountLength(place, fields, changed) {
   function sentence() {
     const count = Number(steps.value);
     keeps.hidden = !plan?.images;
-    if (!plan || !count) { said.textContent = say("Left empty, it is chosen for your images."); return; }
+    if (!plan || !count) { said.textContent = count ? "" : say("Left empty, it is chosen for your images."); return; }
     const { images, held_out: kept, batch } = plan;
     if (!images) { said.textContent = ""; return; } // of a slider, which has none
     const [length, all, often] = [count, images, times(count)].map((number) => number.toLocaleString("en"));
