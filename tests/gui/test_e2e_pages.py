@@ -56,7 +56,7 @@ CHECKED = (
     "nav a, h1, h2, h3, legend, dt, [role=tab], summary, .drop .what, button:not(.base-card, .cell)"
 )
 """The elements of which no text may stay English."""
-SAID_IN_BOTH = {"LoRAs", "Samples", "Loss", "Rank"}
+SAID_IN_BOTH = {"Export", "LoRAs", "Loss", "Rank", "Samples"}
 
 
 def hostile_run(folder: Path) -> None:
