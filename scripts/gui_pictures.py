@@ -83,8 +83,16 @@ EMPTY = (
 STARTING = (Picture(name="run-starting", path="/run?run=zibbo-again", ready=".run-head .said"),)
 BUSY = (
     Picture(name="home-busy", path="/", ready="h2:has-text('Training now')"),
-    Picture(name="train-images", path="/train?draft=new&folder={images}", ready=".ds-card img"),
-    Picture(name="train-findings", path="/train?draft=new&folder={mixed}", ready=".ds-card img"),
+    Picture(
+        name="train-images",
+        path="/train?draft=new&folder={images}",
+        ready="body:has(#next:visible:enabled) .ds-card img",
+    ),
+    Picture(
+        name="train-findings",
+        path="/train?draft=new&folder={mixed}",
+        ready="body:has(#next:visible:enabled) .ds-card img",
+    ),
     Picture(
         name="train-plan",
         path="/train?draft=new&example=1",
