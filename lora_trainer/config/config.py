@@ -9,6 +9,7 @@ error that names the nearest setting.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -452,18 +453,9 @@ def _fix(error: ValidationError) -> str:
 
 
 # What a value is not, where the form of its setting says what it can be.
-_NOT_ALLOWED = frozenset(
-    f"{kind}_{fault}" for kind in ("int", "float", "bool") for fault in ("parsing", "type")
-) | {
-    "int_from_float",
-    "int_parsing_size",
-    "finite_number",
-    "greater_than",
-    "greater_than_equal",
-    "less_than",
-    "less_than_equal",
-    "literal_error",
-}
+_NOT_ALLOWED = re.compile(
+    r"(int|float|bool)_(parsing|type|from_float|parsing_size)|finite_number|(greater|less)_than(_equal)?|literal_error"
+)
 
 
 def _explain(error: ValidationError) -> str:
@@ -475,7 +467,7 @@ def _explain(error: ValidationError) -> str:
         if key == FOLDERS and len(path) > 3:  # data, folders, NAME, field
             key = ".".join(path[:4])
         where = f"{key}={problem['input']!r}: " if key else ""
-        if problem["type"] in _NOT_ALLOWED and (allowed := _allowed(key, problem["input"])):
+        if _NOT_ALLOWED.fullmatch(problem["type"]) and (allowed := _allowed(key, problem["input"])):
             not_allowed[where] = f"{key}={problem['input']!r} is not possible, only {allowed}"
         message = _FORMS.get(problem["type"], problem["msg"].removeprefix("Value error, "))
         if problem["type"] == "extra_forbidden":
