@@ -28,7 +28,13 @@ from lora_trainer.dataset.images import IMAGE_EXTENSIONS
 from lora_trainer.queue import commands
 from lora_trainer.reporting.history import mapping, number
 from lora_trainer.reporting.run_record import read
-from lora_trainer.reporting.sample_files import SAMPLES, own_samples
+from lora_trainer.reporting.sample_files import (
+    PREVIEWS,
+    SAMPLES,
+    last_samples,
+    newest_preview,
+    own_samples,
+)
 from lora_trainer.reporting.status import read_status
 
 from .. import lora_files, runs
@@ -171,8 +177,8 @@ def size_bytes(work: Workplace, thrown: Thrown | None = None) -> int:
 def picture(work: Workplace, thrown: Thrown) -> Path | None:
     """Return the picture by which somebody knows what was deleted; None without any.
 
-    Of a training its last sample; of a LoRA the one beside it, else what its training drew until then; of images the
-    first of them.
+    Of a training its last sample, else a preview of it, else what the base drew; of a LoRA the one beside it, else what
+    its training drew until then; of images the first of them.
     """
     here = [_folder(work) / thrown.id / name for name in thrown.places]
     beside = [path for path in here if path.is_file() and path.suffix.lower() in IMAGE_EXTENSIONS]
@@ -180,7 +186,8 @@ def picture(work: Workplace, thrown: Thrown) -> Path | None:
         return beside[0]
     match thrown.kind:
         case "run":
-            found = own_samples(here[0] / SAMPLES)
+            samples, previewed = here[0] / SAMPLES, newest_preview(here[0] / PREVIEWS)
+            found = own_samples(samples) or ([previewed] if previewed else last_samples(samples))
         case "lora":
             (place, *_rest) = thrown.places.values()
             step = _STEP.search(place)

@@ -423,6 +423,16 @@ def test_each_kind_comes_back_from_the_trash_as_it_was_and_takes_the_place_of_no
         trash.put_back(work, thrown.id)
 
 
+def test_a_deleted_training_that_drew_only_with_its_base_is_known_by_that_picture(
+    work: Workplace,
+) -> None:
+    picture(work.runs / "no-effect" / "samples" / "step-00000000" / "00.png")
+    write_status(work.runs / "no-effect", state="failed")
+    thrown = trash.throw_away(work, kind="run", ref="no-effect")
+    shown = trash.picture(work, thrown)
+    assert shown is not None and shown.parent.name == "step-00000000"
+
+
 def test_images_in_the_trash_are_called_as_their_page_called_them(work: Workplace) -> None:
     """Loose photos lie in a folder that no name was given: "dataset" says nothing to who deleted them."""
     heap = work.own / "uploads" / "dataset"
