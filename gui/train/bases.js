@@ -198,7 +198,7 @@ export class Bases {
     const { turn } = this;
     const fit = await ask("/train/fits", { draft: this.draft, source: each.row.source });
     if (fit.isAway || this.leaving.aborted) return null;
-    if (turn === this.turn) { each.fit = fit; each.tell(fit); } else this.isAskedAgain = true;
+    if (turn === this.turn) { each.fit = fit; each.tell(fit); this.show(); } else this.isAskedAgain = true;
     return fit;
   }
 
