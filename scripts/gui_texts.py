@@ -180,6 +180,7 @@ def dead(code: str) -> list[str]:
     there = {text for path in sources() for text in literals(path)}
     # What refuses a run names settings by their keys.
     there |= {normal(named(text)) for text in there}
+    there |= {text.replace("{}={}", "\u201c{}\u201d = {}") for text in there}
     there |= {normal(text) for text in (*of_settings(), *of_packages(), *of_trainers())}
     return [english for english in known(code) if normal(english) not in there]
 

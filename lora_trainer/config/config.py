@@ -488,7 +488,7 @@ def _allowed(key: str, value: object) -> str:
         case "number":
             return replace(form, nullable=False).allowed
         case "choice":
-            return "one of " + ", ".join(map(str, form.words))
+            return f"one of {', '.join(map(str, form.words))}"
         case "switch":
             return "true or false"
     return ""

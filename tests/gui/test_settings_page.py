@@ -163,7 +163,7 @@ def test_a_file_replaces_all_but_not_what_was_changed_meanwhile(
     for text, error in (
         ('{"adapter.rank": 4\n "train.seed": 7}', "Line 2, column 2: not JSON"),
         ('{\n  "adapter.rang": 4}', "Unknown setting 'adapter.rang'. Did you mean"),
-        ('{"adapter.rank": 4,\n  "train.seed": -1}', "“Train: Seed” = -1: "),
+        ('{"adapter.rank": 4,\n  "train.seed": -1}', "“Train: Seed” = -1 is not possible, only "),
         ("[1]", "settings.json holds a list"),
     ):
         assert call("replace", text=text)["error"].startswith(error)
@@ -498,11 +498,7 @@ def brought_draft(
     # What changes something by the file is listed before what would be the same without it.
     listed = train_view.brought(draft, language("en"))
     assert listed is not None
-    looked_for = {"base.model", "optimizer.learning_rate", "adapter.rank", "adapter.alpha"}
-    looked_for |= {"train.steps", "train.batch_size", "data.resolution"}
-    for row in listed["changing"]:
-        assert row["value"] != row["without"] or row["key"] in looked_for
-    assert not looked_for & {row["key"] for row in listed["same"]}
+    assert all(row["value"] != row["without"] for row in listed["changing"])
     assert all(row["value"] == row["without"] for row in listed["same"])
     assert len(listed["changing"]) + len(listed["same"]) == len(listed["rows"]) > 0
 
