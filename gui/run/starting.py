@@ -63,11 +63,11 @@ def look(work: Workplace, draft: Draft, said: Words) -> Starting:
     """Return what a training waits for; one that did not begin becomes a draft again. Raises MachineError."""
     listed = commands.items(work.runs)
     item = next((item for item in listed if item.id == draft.started_as), None)
-    name = draft.name or (
-        slider_words.name_of(draft.slider)
-        if draft.kind == drafts.SLIDER
-        else Path(draft.dataset).name
-    )
+    # As the queue and the bar call it; of one that the queue does not know, as the draft would be called.
+    name = (item.label if item is not None else "") or draft.name
+    if not name and draft.kind == drafts.SLIDER:
+        name = slider_words.name_of(draft.slider)
+    name = name or Path(draft.dataset).name
     back = "/train?" + urlencode({"draft": draft.id})
     if not draft.started_as:
         return Starting(name=name, html=Html(""), goes=False, url=back)

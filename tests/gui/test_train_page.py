@@ -527,7 +527,9 @@ def test_the_page_of_a_start_shows_the_images_and_what_it_waits_for_and_leads_to
     shown = page.get(address).text
     assert "Waiting: 1 before it." in shown
     line = re.search(r'<ol class="before-it">(.*?)</ol>', shown, re.DOTALL)
-    assert line and re.findall(r'<b translate="no">(.*?)</b>', line[1]) == ["first", "set"]
+    assert line and re.findall(r'<b translate="no">(.*?)</b>', line[1]) == ["first", "mine"], (
+        "as the queue calls it"
+    )
     assert re.findall(r"--crop: (.*?);", shown) == ["25.0% 10.0% 25.0% 10.0%", "0"]
     assert "file=p0.png" in shown and "file=p1.png" in shown
     commands.remove(work.runs, first.id)
