@@ -110,7 +110,7 @@ def inline(text: str, _: Words | None = None) -> Html:
 
 
 def inline_sentence(text: str, _: Words | None = None) -> Html:
-    """Return a message as `inline` does, as a sentence: its capital and its dot are no part of what is translated."""
+    """Return a message as `inline` does, as a sentence: its capital and its dot are not part of what is translated."""
     return Html(f"{capital(inline(text.rstrip('. '), _))}.")
 
 

@@ -21,7 +21,7 @@ from lora_trainer.common.files import disk_error, retry_while_open, write_atomic
 from lora_trainer.dataset.captions import read_metadata_row, same_name
 from lora_trainer.dataset.listing import EXCLUDED_FOLDER
 
-# What a file holds, bytes that are no UTF-8 as lone surrogates; None: there is no such file.
+# What a file holds, bytes that are not UTF-8 as lone surrogates; None: there is no such file.
 Content = str | None
 Side = Literal["before", "after"]
 

@@ -191,7 +191,7 @@ def test_a_training_that_starts_is_seen_with_its_images_before_it_has_a_run(
     write_status(folder, step=30, left_s=0.0)
     html = cards(work)
     assert "finishing" in html and "about 0 s" not in html and "99 %" in html
-    assert heard(work, "de")["training"][0]["left"] == "gleich fertig"  # type: ignore[index] # JSON
+    assert heard(work, "de")["training"][0]["left"] == "gleich fertig"  # type: ignore[index] # JSON: lists of objects
 
 
 def test_what_waits_for_its_time_does_not_start_and_a_run_that_goes_on_has_one_card(
