@@ -7,9 +7,10 @@ trigger word to look for, the size it would be trained at), and the folders used
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.files import (
@@ -29,6 +30,7 @@ from .journal import dataset_key
 
 MAX_RECENT = 12
 MASKED_BY = ("none", "files", "alpha")
+_WORDS_SET = 100  # Undo of an older step leaves the word as it is
 _NO_DRAFT = "0" * 12
 _TRIGGER, MASKS = "data.trigger", "data.masks"
 
@@ -53,7 +55,8 @@ class Notes:
     opened_s: float = 0.0
     trigger: str | None = None
     resolution: str | None = None
-    word_set: WordSet | None = None
+    words_set: tuple[WordSet, ...] = ()
+    """The newest last."""
     masks: str = ""
     """What was said last of its masks, a value of the setting; empty for nothing. Each new draft about it begins so."""
 
@@ -98,14 +101,15 @@ def use_trigger(work: Workplace, root: Path, word: str, *, step: str = "") -> No
         noted_before=noted.trigger,
         drafted_before=before if isinstance(before, str) else None,
     )
-    _with_trigger(work, root, replace(noted, word_set=made), noted=word, drafted=word)
+    words = (*noted.words_set, made)[-_WORDS_SET:]
+    _with_trigger(work, root, replace(noted, words_set=words), noted=word, drafted=word)
 
 
 def follow_trigger(work: Workplace, root: Path, *, step: str, back: bool) -> None:
     """Take the trigger word back with the step that set it, or set it again with that step; other steps do nothing."""
     noted = read(work, root)
-    made = noted.word_set
-    if made is None or made.step != step or (back and noted.trigger != made.word):
+    made = next((each for each in noted.words_set if each.step == step), None)
+    if made is None or (back and noted.trigger != made.word):
         return  # another word was chosen since
     if back:
         _with_trigger(work, root, noted, noted=made.noted_before, drafted=made.drafted_before)
@@ -239,19 +243,22 @@ def _read(file: Path) -> Notes | None:
                 opened_s=opened_s,
                 trigger=trigger,
                 resolution=resolution,
-                word_set=_word_set(values.get("word_set")),
+                words_set=tuple(_words_set(values)),
                 masks=masks if (masks := values.get("masks")) in MASKED_BY else "",
             )
     return None
 
 
-def _word_set(values: object) -> WordSet | None:
-    match values:
-        case {
-            "step": str() as step,
-            "word": str() as word,
-            "noted_before": str() | None as noted,
-            "drafted_before": str() | None as drafted,
-        }:
-            return WordSet(step=step, word=word, noted_before=noted, drafted_before=drafted)
-    return None
+def _words_set(values: Mapping[str, Any]) -> Iterator[WordSet]:
+    rows = values.get(
+        "words_set", [values.get("word_set")]
+    )  # notes of earlier versions have the last one
+    for row in rows if isinstance(rows, list) else ():
+        match row:
+            case {
+                "step": str() as step,
+                "word": str() as word,
+                "noted_before": str() | None as noted,
+                "drafted_before": str() | None as drafted,
+            }:
+                yield WordSet(step=step, word=word, noted_before=noted, drafted_before=drafted)
