@@ -2,6 +2,7 @@
 // before anything is sent; a picture that is dropped on another one changes places with it.
 import { sendFiles } from "/ui/shared/drop.js";
 import { button, make } from "/ui/shared/elements.js";
+import { forgetPairs, keepPairs, keptPairs } from "/ui/train/pair_store.js";
 import { say } from "/ui/shared/words.js";
 
 const STRIP = 6; // pictures of a heap
@@ -39,8 +40,8 @@ export function filesOf(pairs, captions, instruction) {
 }
 
 /** Make the two heaps in `place` take files until the page is left; the button `take` in the bar `goOn` sends the pairs,
- *  and `done` gets {received, said} of them. */
-export function mountPairs(place, goOn, leaving, done) {
+ *  and `done` gets {received, said} of them. Until then this browser keeps them for the draft. */
+export function mountPairs(place, goOn, leaving, { draft, done }) {
   const heaps = { before: [], after: [] };
   let captions = [];
   let pairs = [];
@@ -69,6 +70,23 @@ export function mountPairs(place, goOn, leaving, done) {
     draw();
   }
 
+  function keep() {
+    if (heaps.before.length + heaps.after.length) keepPairs(draft, { ...heaps, captions, pairs, instruction: one("textarea").value });
+    else forgetPairs(draft);
+  }
+
+  /** Show what was chosen before a reload, unless something is chosen by now. */
+  async function recall() {
+    const kept = await keptPairs(draft);
+    if (!kept || leaving.aborted || heaps.before.length + heaps.after.length) return;
+    Object.assign(heaps, { before: kept.before, after: kept.after });
+    captions = kept.captions;
+    match();
+    pairs = kept.pairs; // as they were put together by hand
+    one("textarea").value ||= kept.instruction;
+    draw();
+  }
+
   function draw() {
     for (const side of ["before", "after"]) {
       const { length } = heaps[side];
@@ -86,7 +104,7 @@ export function mountPairs(place, goOn, leaving, done) {
     take.textContent = pairs.length === 1 ? say("Take this pair") : say("Take these {#} pairs", pairs.length);
     list.replaceChildren(...pairs.map((pair, index) => make("li", {},
       picture(pair, "before", index), make("span", { "aria-hidden": "true", class: "becomes" }, "\u2192"), picture(pair, "after", index),
-      button(say("Swap"), () => { pairs[index] = { before: pair.after, after: pair.before }; draw(); }, { "aria-label": say("Swap before and after of {}", pair.after.name) }),
+      button(say("Swap"), () => { pairs[index] = { before: pair.after, after: pair.before }; draw(); keep(); }, { "aria-label": say("Swap before and after of {}", pair.after.name) }),
     )));
   }
 
@@ -109,6 +127,7 @@ export function mountPairs(place, goOn, leaving, done) {
       held = null;
       [pairs[from.index][from.side], pairs[index][side]] = [file, pairs[from.index][from.side]];
       draw();
+      keep();
     });
     image.addEventListener("dragend", () => { held = null; });
     return make("figure", {}, image, make("figcaption", { translate: "no" }, file.name));
@@ -122,6 +141,7 @@ export function mountPairs(place, goOn, leaving, done) {
       captions = [...captions, ...[...files].filter((file) => CAPTION.test(file.name))];
       heaps[side] = images;
       match();
+      keep();
     };
     heap.querySelector("button").onclick = () => input.click();
     input.onchange = () => { add(input.files); input.value = ""; };
@@ -134,11 +154,13 @@ export function mountPairs(place, goOn, leaving, done) {
       add(event.dataTransfer.files);
     });
   }
-  one("[data-swap]").onclick = () => { pairs = pairs.map(({ before, after }) => ({ before: after, after: before })); draw(); };
+  one("[data-swap]").onclick = () => { pairs = pairs.map(({ before, after }) => ({ before: after, after: before })); draw(); keep(); };
+  one("textarea").addEventListener("change", keep);
   one("[data-empty]").onclick = () => {
     Object.assign(heaps, { before: [], after: [] });
     captions = [];
     match();
+    keep();
     one(".heap button").focus();
   };
   one("[data-folder]").onclick = () => place.parentElement.parentElement.querySelector(".drop [data-for=folder]").click();
@@ -146,10 +168,13 @@ export function mountPairs(place, goOn, leaving, done) {
     take.disabled = true;
     const files = filesOf(pairs, captions, one("textarea").value.trim());
     try {
-      done(await sendFiles(files, leaving, (here) => { said.textContent = say("{#} of {#} files are here", here, files.length); }));
+      const sent = await sendFiles(files, leaving, (here) => { said.textContent = say("{#} of {#} files are here", here, files.length); });
+      await forgetPairs(draft);
+      done(sent);
     } catch (problem) {
       if (!leaving.aborted) said.textContent = problem.message;
       take.disabled = false;
     }
   };
+  recall();
 }
