@@ -37,6 +37,8 @@ _REMEMBERED = "model_folders.json"
 _MAX_FOLDERS = 20
 # As the planner refuses a training that fits nowhere.
 _NEEDS = re.compile(r"needs at least (?P<size>\d+\.\d+ GiB)")
+# What the refusal of a base says that is nowhere.
+_ABSENT = "does not exist"
 _COMPANIES = {
     "free": "Free for companies",
     "conditions": "Conditions for companies",
@@ -143,6 +145,7 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
         return {
             "fits": "bad",
             "said": said(_refusal(refused, is_too_large=needs is not None)),
+            "is_absent": _ABSENT in refused,
             "why": f"{capital(said.message(plain(refused)))}.",
             "needs": said("needs {#}", needs["size"]) if needs else "",
             "needs_bytes": round(float(needs["size"].split()[0]) * 2**30) if needs else None,
@@ -156,6 +159,9 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
         "limit": said("usable here: {#}", bytes_text(found.memory.limit_bytes)),
         "limit_bytes": found.memory.limit_bytes,
         "said": said("A try-out") if is_try_out else pace.word,
+        "is_try_out": is_try_out,
+        # What fits well needs no word beside its time.
+        "line": _line(pace, said),
         "time": pace.time,
         "why": plan.fit(found, said),
         "images": [remark["short"] for remark in plan.of_images(found, said)],
@@ -164,10 +170,16 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
     }
 
 
+def _line(pace: plan.Pace, said: Words) -> str:
+    if not pace.time:
+        return pace.word
+    return pace.time if pace.light == "good" else said("{}: {}", pace.word, pace.time)
+
+
 def _refusal(refused: str, *, is_too_large: bool) -> str:
     if is_too_large or " fit" in refused:
         return "Does not fit"
-    return "Not on this machine" if "does not exist" in refused else "Not with these settings"
+    return "Not on this machine" if _ABSENT in refused else "Not with these settings"
 
 
 # ---- models that are on this machine already

@@ -1,5 +1,4 @@
-// The base models as cards: a picture, one verdict (how long, whether it fits, what there is to download), the licence
-// in a word, the rest on demand. One card after another is planned, so that the page can be used meanwhile, a folded one
+// The base models as cards: a picture, one verdict (how long, whether it fits), what it is for, the rest on demand. One card after another is planned, so that the page can be used meanwhile, a folded one
 // when it comes into sight; then those that fit come first. Below are the models that other programs have here already.
 // Above the cards stands what the chosen one lacks: a gated one leads to Hugging Face.
 import { make } from "/ui/dialog.js";
@@ -15,7 +14,7 @@ const AUTO = { source: "auto", name: say("Automatic"), good_for: say("Chosen for
 const MINIATURE = { source: "embedded", name: say("Miniature"), good_for: say("To try things out, 64 px"), picture: "/ui/miniature.png", isSample: true, download: say("nothing to download"), subjects: [], companies: "free", licence_word: say("Free for companies"), licence: "Apache 2.0", allows: say("free for every use"), folded: true };
 const MINIATURE_EDIT = { ...MINIATURE, source: "embedded-edit", name: say("Miniature that edits"), good_for: say("To try out pairs, 64 px"), picture: "/ui/miniature_edit.png", edits: true };
 const MINIATURES = [MINIATURE, MINIATURE_EDIT];
-const OWN_FILE = { source: "", name: say("Your own model"), good_for: say("A checkpoint from Civitai or of your own"), picture: emblem("own"), download: say("Browse \u2026 Its kind is recognised, and nothing is downloaded.") };
+const OWN_FILE = { source: "", name: say("Your own model"), good_for: say("A checkpoint of Civitai or of your own: its kind is recognised."), picture: emblem("own"), download: say("Browse \u2026") };
 const STAYING = new Set([AUTO.source, OWN_FILE.source]); // whatever is filtered
 const SUBJECTS = new Set(["people", "anime", "photos"]);
 const RANK = { good: 0, slow: 1, bad: 3 };
@@ -105,8 +104,9 @@ export class Bases {
 
   /** Say on the card of the own models which one is chosen, and its verdict once the plan has it. */
   tellOwn() {
-    const { time, said, ...fit } = this.fitOfOwn ?? {};
-    this.cards.get("")?.tell({ ...fit, said: [nameOf(this.chosen), time || said].filter(Boolean).join(": "), download: "" });
+    const { said, line, is_absent: isAbsent, ...fit } = this.fitOfOwn ?? {};
+    const verdict = isAbsent ? "" : line ?? said; // which the plan says, with what to do
+    this.cards.get("")?.tell({ ...fit, said: [nameOf(this.chosen), verdict].filter(Boolean).join(": "), download: "" });
   }
 
   sayWhatIsLacking() {
@@ -224,14 +224,16 @@ export class Bases {
     }
   }
 
-  sayWhatIsPicked({ button }, { picks, picked }) {
+  sayWhatIsPicked({ button, about }, { picks, picked }) {
     button.querySelector("b").replaceChildren(say("Automatic:"), " ", make("span", { textContent: picks, translate: false }));
     const row = this.cards.get(picked)?.row;
     if (!row) return;
     const picture = button.querySelector("img");
     picture.src = row.picture;
     picture.classList.toggle("sample", Boolean(row.isSample || row.own));
-    button.querySelector(".facts").replaceChildren(...[row.download, row.licence_word, row.good_for].filter(Boolean).map((textContent) => make("span", { textContent })));
+    button.querySelector(".load").textContent = row.download ?? "";
+    button.querySelector(":scope > .quiet").textContent = row.good_for;
+    about(row);
   }
 
   /** Bring what fits to the front, unless somebody is among the cards. */

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from hashlib import sha256
 
-WIDTH, HEIGHT, CELL = 320, 80, 10
-_SHARE = 0.62  # of the width that has dots
+WIDTH, HEIGHT, CELL = 320, 160, 16
+_SHARE = 0.7  # of the width that has dots
 # The sketches are drawn 180 high.
 _SKETCHES = {
     "people": '<circle cx="212" cy="78" r="34"/><path d="M142 180c4-44 30-58 70-58s66 14 70 58z"/>',
     "anime": '<path d="M212 34c-34 0-52 26-50 60l-12 30 26-14c8 18 22 26 36 26s28-8 36-26l26 14-12-30'
     'c2-34-16-60-50-60z"/>'
     '<path d="M160 180c4-24 24-34 52-34s48 10 52 34z"/>'
-    '<g fill="#fff" opacity=".85"><ellipse cx="196" cy="92" rx="8" ry="11"/>'
+    '<g fill="#1c1b19" opacity=".8"><ellipse cx="196" cy="92" rx="8" ry="11"/>'
     '<ellipse cx="228" cy="92" rx="8" ry="11"/></g>',
     "photos": '<circle cx="256" cy="52" r="20"/><path d="M96 180l66-88 38 50 28-34 72 72z"/>',
     "text": '<path d="M150 150l36-100h20l36 100h-19l-9-27h-37l-9 27zm32-43h27l-13-40z"/>'
@@ -28,12 +28,12 @@ _SKETCHES = {
 
 
 # How the picture of a family is built, so that a person finds a base again by its picture: where its sketch stands, and
-# what it comes out of.
+# what it comes out of. The left is free for the tags of a card.
 _PLACES = (
-    "translate(146 0) scale(.444)",
-    "translate(20 0) scale(.444)",
-    "translate(232 0) scale(-.444 .444)",
-    "translate(66 -14) scale(.58)",
+    "translate(37 0) scale(.888)",
+    "translate(20 0) scale(.888)",
+    "translate(413 0) scale(-.888 .888)",
+    "translate(12 -16) scale(1.02)",
 )
 _GROUNDS = ("dots", "rings", "stripes", "hills", "tiles")
 
@@ -49,24 +49,27 @@ def emblem(family: str, subject: str) -> str:
     ground = "".join(_ground(_GROUNDS[digest[15] % len(_GROUNDS)]))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">'
-        f'<defs><linearGradient id="g" x2="1" y2="1"><stop stop-color="hsl({hue} 42% 34%)"/>'
-        f'<stop offset="1" stop-color="hsl({other} 52% 62%)"/></linearGradient></defs>'
+        f'<defs><linearGradient id="g" x2="1" y2="1"><stop stop-color="hsl({hue} 55% 26%)"/>'
+        f'<stop offset="1" stop-color="hsl({other} 62% 56%)"/></linearGradient>'
+        f'<linearGradient id="s" x2="0" y2="1"><stop stop-color="#fff"/>'
+        f'<stop offset="1" stop-color="hsl({other} 90% 88%)"/></linearGradient></defs>'
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="url(#g)"/>'
-        f'<g fill="#fff" stroke="none" opacity=".26">{ground}</g>'
-        f'<g fill="hsl({hue} 40% 20%)" opacity=".78" transform="{place}">{sketch}</g></svg>'
+        f'<g fill="#fff" stroke="none" opacity=".16">{ground}</g>'
+        f'<g fill="hsl({hue} 60% 14%)" opacity=".3" transform="translate(5 6) {place}">{sketch}</g>'
+        f'<g fill="url(#s)" transform="{place}">{sketch}</g></svg>'
     )
 
 
 def _ground(kind: str) -> Iterator[str]:
     """Yield the shapes behind the sketch."""
     if kind == "rings":
-        for r in range(18, 150, 22):
-            yield f'<circle cx="250" cy="26" r="{r}" fill="none" stroke="#fff" stroke-width="6"/>'
+        for r in range(24, 300, 32):
+            yield f'<circle cx="250" cy="40" r="{r}" fill="none" stroke="#fff" stroke-width="9"/>'
     elif kind == "stripes":
-        for x in range(-HEIGHT, WIDTH, 34):
-            yield f'<path d="M{x} {HEIGHT}l{HEIGHT} -{HEIGHT}h13l-{HEIGHT} {HEIGHT}z"/>'
+        for x in range(-HEIGHT, WIDTH, 44):
+            yield f'<path d="M{x} {HEIGHT}l{HEIGHT} -{HEIGHT}h18l-{HEIGHT} {HEIGHT}z"/>'
     elif kind == "hills":
-        for x, r in ((30, 62), (120, 44), (215, 70), (300, 50)):
+        for x, r in ((30, 100), (120, 72), (215, 112), (300, 80)):
             yield f'<circle cx="{x}" cy="{HEIGHT + 14}" r="{r}"/>'
     elif kind == "tiles":
         for at, x in enumerate(range(0, WIDTH, 40)):
