@@ -43,6 +43,15 @@ export class Fields {
     if (text) node.setAttribute("aria-invalid", "true"); else node.removeAttribute("aria-invalid");
   }
 
+  /** Say beside fields what is to be known of their values; markup of our own server, in which every text is escaped. */
+  tell(told) {
+    for (const [key, html] of Object.entries(told)) {
+      const place = this.place.querySelector(`[data-told="${key}"]`);
+      if (place.innerHTML !== html) place.innerHTML = html;
+      place.hidden = !html;
+    }
+  }
+
   /** Show the texts of the draft, or what the plan fills in; a field in which somebody types stays. */
   draw({ texts = this.texts, filled = this.filled } = {}) {
     Object.assign(this, { texts, filled });

@@ -29,7 +29,7 @@ KIND, DATASET, PRIORITY, BASE = "kind", "dataset", "priority", setting_edit.BASE
 SLIDER = "slider:"
 """Before an entry of `Draft.slider`."""
 STEPS, PROMPTS, TRIGGER = "train.steps", "sampling.prompts", "data.trigger"
-SIZE = "data.resolution"
+SIZE, RANK, RATE = "data.resolution", "adapter.rank", "optimizer.learning_rate"
 ALSO = "also:"
 """Before the key of a setting: its further values."""
 
@@ -107,7 +107,9 @@ _ROWS = (
         kind="lines",
         part="words",
         rows=2,
-        info="What would otherwise change along: the nearer it is to what the slider acts on, the more it holds back.",
+        placeholder="a dog\na house",
+        info="Images that look the same at each strength: an age slider for people leaves dogs and houses alone. "
+        "Name nothing that is much like what it acts on, which would hold it back.",
     ),
     Field(
         key=DATASET,
@@ -169,14 +171,14 @@ _ROWS = (
     ),
     Field(key=STEPS, label="Steps", kind="number", part="length", is_planned=True, varies=True),
     Field(
-        key="data.resolution",
+        key=SIZE,
         label="Size of the images, px",
         kind="number",
         part="size",
         is_planned=True,
     ),
     Field(
-        key="adapter.rank",
+        key=RANK,
         label="Rank: how much it can learn",
         kind="number",
         part="size",
@@ -184,7 +186,7 @@ _ROWS = (
         varies=True,
     ),
     Field(
-        key="optimizer.learning_rate",
+        key=RATE,
         label="Learning rate",
         kind="number",
         part="size",

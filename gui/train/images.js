@@ -196,7 +196,15 @@ export class Images {
 
   saved(answer) {
     this.forgetUndo(); // it would take back this caption now
-    for (const row of answer.cards) this.cards.get(row.file)?.show(row);
+    let isOther = false; // what the report counts: which image has a caption
+    for (const row of answer.cards) {
+      this.cards.get(row.file)?.show(row);
+      const at = this.rows.findIndex(({ file }) => file === row.file);
+      if (at < 0) continue;
+      isOther ||= !this.rows[at].caption.trim() !== !row.caption.trim();
+      this.rows[at] = row;
+    }
+    if (isOther) this.tell();
   }
 
   targets() { return this.only ? this.shownFiles : this.files; }

@@ -17,7 +17,7 @@ from lora_trainer.config.inputs import MINIATURES
 from lora_trainer.config.prompt_line import without_strength
 from lora_trainer.planning.timesteps import shares_sentence
 from lora_trainer.reporting.base_names import title
-from lora_trainer.reporting.charts import Html, timestep_bars
+from lora_trainer.reporting.charts import Html, text, timestep_bars
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord
 
 from .. import plan_view
@@ -37,6 +37,10 @@ SLOW_S = 8 * 3600.0
 TOO_SLOW_S = 48 * 3600.0
 # Parts of the memory in plainer words than those of the planner.
 _PLAIN = {"runtime": "the program itself", "allocator slack": "gaps between what is kept"}
+# What the plan warns of that is about one field: said there.
+_AT_FIELD = {"learning-rate": fields.RATE}
+# A choice of somebody beyond these is remarked on: how often an image is seen, and the rank.
+_MOST_TIMES, _MOST_RANK = 1000, 128
 # Where a setting is from, in words of a page.
 _ORIGINS = {"command line": "your choice"}
 # What the size that a base is trained in makes of the images, said where the base is chosen.
@@ -259,7 +263,7 @@ def pace(found: PlanRecord, said: Words) -> Pace:
         return Pace(light="good", word=said("Fits"), time="")
     time = plan_view.span(from_now, said)
     if max(from_now) > TOO_SLOW_S:
-        return Pace(light="slow", word=said("Too slow here: use a GPU"), time=time)
+        return Pace(light="slow", word=said("Too slow"), time=time)
     if is_slow(from_now):
         return Pace(light="slow", word=said("Fits, but slow"), time=time)
     return Pace(light="good", word=said("Fits"), time=time)
@@ -322,9 +326,33 @@ def of_images(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
             yield {"what": told, "advice": said(advice), "severity": "warning", "short": brief}
 
 
-def _remarks(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
-    """Yield what the plan warns of, each with its advice."""
+def at_fields(found: PlanRecord, draft: Draft, said: Words) -> dict[str, Html]:
+    """Return what is unusual about values of the page's fields, by the key of the field; empty for what is usual."""
+    told = dict.fromkeys((fields.STEPS, fields.RANK, *_AT_FIELD.values()), Html(""))
     for remark in found.remarks:
+        if key := _AT_FIELD.get(remark.kind):
+            told[key] = Html(f"{sentence(remark.what, said)}. {sentence(remark.advice, said)}.")
+    times, rank = round(found.time.epochs), found.value(fields.RANK) or 0
+    if fields.STEPS in draft.settings and found.time.images and times > _MOST_TIMES:
+        line = said(
+            "Each image would be seen {#} times, and so learned by heart; some hundred are plenty.",
+            f"{times:,}",
+        )
+        told[fields.STEPS] = text(line)
+    if fields.RANK in draft.settings and rank > _MOST_RANK:
+        line = said(
+            "4 to {#} are usual: more makes a larger file that learns your images by heart sooner.",
+            _MOST_RANK,
+        )
+        told[fields.RANK] = text(line)
+    return told
+
+
+def _remarks(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
+    """Yield what the plan warns of, each with its advice; what a field has beside it is said there."""
+    for remark in found.remarks:
+        if remark.kind in _AT_FIELD:
+            continue
         # What needs no action needs no advice either, such as a setting for who knows it already.
         is_advised = not remark.advice.startswith("no action needed")
         yield {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, StringConstraints
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+import lora_trainer
 from lora_trainer.common.errors import LoraTrainError
 
 from .. import bases, command_lines, drafts, slider_words
@@ -34,6 +36,14 @@ Text = Annotated[str, StringConstraints(max_length=20_000)]
 Source = Annotated[str, StringConstraints(max_length=300)]
 
 _PARTS = get_args(Part)
+# Of the folder launch/cloud/, which a checkout has and a wheel has not.
+NOTEBOOKS = {"colab": "Colab", "kaggle": "Kaggle"}
+_CLOUD = Path(lora_trainer.__file__).resolve().parents[1] / "launch/cloud"
+
+
+def _notebook(of: str) -> Path:
+    """Return where the notebook for a provider would be."""
+    return _CLOUD / f"{of}.ipynb"
 
 
 class Look(Body):
@@ -105,6 +115,12 @@ def routes(work: Workplace) -> list[Route]:
         headers = {"cache-control": "private, max-age=86400"}
         return Response(drawing, media_type="image/svg+xml", headers=headers)
 
+    def notebook(request: Request) -> Response:
+        of = request.query_params.get("of", "")
+        if of not in NOTEBOOKS or not _notebook(of).is_file():
+            return Response(status_code=404)
+        return Response(_notebook(of).read_bytes(), media_type="application/x-ipynb+json")
+
     return [
         page("/train", "train/page.html", title="Train", look=show),
         answer("/train/look", Look, look),
@@ -113,6 +129,7 @@ def routes(work: Workplace) -> list[Route]:
         answer("/train/fits", Fits, fits),
         answer("/train/found", Found, found),
         Route("/train/emblem.svg", emblem),
+        Route("/train/notebook", notebook),
     ]
 
 
@@ -134,6 +151,7 @@ def shown(work: Workplace, asked: Mapping[str, str], said: Words) -> Mapping[str
         "advice": view.advice(),
         "example_slider": slider_words.EXAMPLE,
         "lacks": view.lacks(draft, said),
+        "notebooks": {of: NOTEBOOKS[of] for of in NOTEBOOKS if _notebook(of).is_file()},
         "step": draft.step,
         # The report on them takes seconds, in which the page must not look as though they were lost.
         "reads": bool(draft.dataset) and draft.kind != drafts.SLIDER,

@@ -113,8 +113,9 @@ export function mount(main, leaving) {
     if (kept) drawDraft(kept);
   }
 
-  function drawDraft({ texts, step: at, is_started: isStarted }) {
+  function drawDraft({ texts, told, step: at, is_started: isStarted }) {
     fields.draw({ texts });
+    fields.tell(told);
     showKind();
     bases.choose(texts["base.model"] ?? "auto");
     if (isStarted) location.replace(pageOfStart); // by another tab
@@ -135,7 +136,7 @@ export function mount(main, leaving) {
     images.open(folder);
   }
 
-  function drawPlan({ html, beside, filled, length: facts, button, works, verdict }) {
+  function drawPlan({ html, beside, filled, length: facts, button, works, told, verdict }) {
     bases.planned(verdict);
     one("#plan").innerHTML = html;
     one(".beside-train").innerHTML = beside;
@@ -143,6 +144,7 @@ export function mount(main, leaving) {
     one("#train").disabled = !works;
     length.facts(facts);
     fields.draw({ filled });
+    fields.tell(told);
   }
 
   /** Show a step; what it needs is asked for when it comes into sight. */
@@ -176,6 +178,13 @@ export function mount(main, leaving) {
     if (error) return;
     bases.forget();
     if (step === 1) report(); else planAll();
+  }
+
+  /** Go back to the images and have their captions written. */
+  async function writeCaptions() {
+    await go(1);
+    if (!images.folder) await images.open(fields.read("dataset"));
+    if (!leaving.aborted) images.write();
   }
 
   function tell(text) {
@@ -241,6 +250,9 @@ export function mount(main, leaving) {
   page.addEventListener("click", ({ target }) => {
     const reset = target.closest("[data-reset]");
     if (target.closest("[data-write]")) images.write();
+    if (target.closest("[data-captions]")) writeCaptions();
+    const types = target.closest("[data-types]");
+    if (types) { fields.type(types.dataset.types, types.dataset.value); changed(types.dataset.types); }
     if (target.closest("[data-instruct]")) images.instruct();
     const shows = target.closest("button[data-kind]");
     if (shows) images.showOnly(shows.dataset);
@@ -300,7 +312,7 @@ export function mount(main, leaving) {
   address.searchParams.set("draft", draft);
   history.replaceState(null, "", address);
   dropZone(one(".drop"), leaving, trainOn);
-  mountPairs(one(".pairs"), one("[data-at='1'] .go-on"), leaving, trainOn);
+  mountPairs(one(".pairs"), one("[data-at='1'] .go-on"), leaving, { draft, done: trainOn });
   draw(JSON.parse(page.dataset.parts));
   // The images are seen while they are looked at.
   if (step === 1 && !isOfWords() && fields.read("dataset") && !images.folder) images.open(fields.read("dataset"));

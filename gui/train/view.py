@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -34,7 +34,7 @@ from ..setting_text import text_of
 from ..settings.foreign import for_images
 from ..slider_words import LESS, MORE
 from ..workplace import Workplace
-from . import fields, plan
+from . import fields, plan, trigger_word
 from .base_cards import that_fits, verdict_of
 from .report import report
 
@@ -78,6 +78,8 @@ class DraftPart:
     texts: Mapping[str, str]
     step: int
     is_started: bool
+    told: Mapping[str, Html]
+    """What is to be said of a value beside its field, by the key of the field, before there is a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,8 @@ class PlanPart:
     length: plan.Length | None
     button: str
     works: bool
+    told: Mapping[str, Html] = field(default_factory=dict)
+    """What the plan says of a value beside its field, by the key of the field."""
     verdict: Mapping[str, Any] | None = None
     """What the card of the chosen base says, None where it could not be asked."""
 
@@ -277,9 +281,34 @@ def advice() -> list[tuple[str, str, str]]:
     ]
 
 
-def draft_part(_work: Workplace, draft: Draft, _said: Words) -> DraftPart:
+def draft_part(_work: Workplace, draft: Draft, said: Words) -> DraftPart:
     """Return what the draft keeps."""
-    return DraftPart(texts=fields.texts(draft), step=draft.step, is_started=bool(draft.started_as))
+    return DraftPart(
+        texts=fields.texts(draft),
+        step=draft.step,
+        is_started=bool(draft.started_as),
+        told={fields.TRIGGER: _of_trigger(draft, said)},
+    )
+
+
+def _of_trigger(draft: Draft, said: Words) -> Html:
+    """Return what is to be said of the trigger word: that an ordinary one changes all that it stands for."""
+    word = str(draft.settings.get(fields.TRIGGER) or "")
+    if not trigger_word.is_ordinary(word):
+        return Html("")
+    line = said(
+        "The base knows “{text}” already, and all that it draws for it would change. "
+        "A rare word before it keeps the rest as it is.",
+        word,
+    )
+    rare = trigger_word.coined(draft.id, beside=word)
+    return join([line, " ", _types_trigger(said("Take “{text}”", rare), rare)])
+
+
+def _types_trigger(label: str, word: str) -> Html:
+    """Return the button that types a trigger word."""
+    attributes: dict[str, str | float | None] = {"data-types": fields.TRIGGER, "data-value": word}
+    return button(label, attributes=attributes)
 
 
 def brought(draft: Draft, said: Words) -> Mapping[str, Any] | None:
@@ -364,11 +393,13 @@ def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
     if answer.values is None:
         return ImagesPart(html=error(refusal or answer.error, said))
     check.remember(work, folder, words, answer.values)  # for the cards of the images
-    judged = command_lines.judged_for(draft, folder)
+    judged = command_lines.taken_base(draft)
     assumed = said.message(base_names.title(judged)) if judged != draft.base else ""
     shown, is_good = report(answer.values, said, assumed=assumed)
-    on = "Looks good, next step" if is_good and not refusal else "Continue anyway"
-    if refusal:
+    on = (
+        "Looks good, next step" if is_good and (draft.brought or not refusal) else "Continue anyway"
+    )
+    if refusal and not draft.brought:  # beside what was brought it is said already
         line = said.message(plain(refusal.removeprefix("error: ").partition(" Fix: ")[0]))
         without = said("The images are judged without it; the next step chooses a base model.")
         shown = Html(note_html(f"{capital(line).rstrip('.')}. {without}") + shown)
@@ -406,8 +437,9 @@ def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.P
         return replace(nothing, verdict=verdict)
     single = PlanPart(
         html=plan.plan(found, said, **_leads_to(plans, draft, found, said)),
-        beside=plan.beside(found, said),
+        beside=join([_nameless(draft, found, said), plan.beside(found, said)]),
         filled=plan.filled(found),
+        told=plan.at_fields(found, draft, said),
         length=plan.length(found, draft),
         button=said(_train_label(work, found)),
         works=True,
@@ -416,6 +448,29 @@ def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.P
     if not any(draft.also.values()):
         return single
     return _of_all(draft, single, found, said, plans)
+
+
+def _nameless(draft: Draft, found: PlanRecord, said: Words) -> Html:
+    """Return that nothing would call up what is learned, with what mends it; empty where something would."""
+    count = found.images.get("all", 0)
+    words = (found.value(key) for key in (fields.TRIGGER, "data.class_word", "data.caption_prefix"))
+    if draft.kind == PAIRS or not count or found.images.get("no-caption") != count or any(words):
+        return Html("")
+    what = (
+        said("The image has no caption, and the trigger word is empty.")
+        if count == 1
+        else said(
+            "None of the {#} images has a caption, and the trigger word is empty.", f"{count:,}"
+        )
+    )
+    why = said("No prompt would call up what is learned: with the LoRA on, every image changes.")
+    rare = trigger_word.coined(draft.id)
+    ways = [
+        _types_trigger(said("Set the trigger word “{text}”", rare), rare),
+        button(said("Write captions"), attributes={"data-captions": ""}),
+    ]
+    told = tag("p", tag("b", what), " ", tag("span", why, class_="why"))
+    return tag("div", told, tag("p", join(ways), class_="actions"), class_="nameless")
 
 
 def _leads_to(
@@ -457,7 +512,7 @@ def _of_all(
         plans.append(answer.plan)
     return replace(
         single,
-        beside=plan.beside(found, said, every=plans),
+        beside=join([_nameless(draft, found, said), plan.beside(found, said, every=plans)]),
         button=said("Queue {#} trainings", len(plans)),
     )
 
@@ -486,21 +541,32 @@ def _no_plan(draft: Draft, line: str, said: Words) -> PlanPart:
     what = line.partition(" Fix: ")[0].removesuffix(".")
     found, keys = said.message(plain(what)), keys_in(line)[:_LINKS]
     is_own_base = draft.base not in ("", "auto")
+    is_absent = is_own_base and _MISSING in what
     ways = [
         button(said("Browse for the base model"), kind="primary", attributes={"data-base": ""}),
         button(said("Choose a base for this machine"), attributes={"data-base": "auto"}),
     ]
-    # Buttons do what a terminal is told.
-    shown = what if is_own_base and _MISSING in what else line
-    return PlanPart(
-        html=join(
+    if is_absent:  # said once, with the buttons that do what a terminal is told
+        lead = said("The base model {} is not on this machine.", _short(fields.BASE, draft.base))
+        advice = said("Browse to where you keep it, or take one that this machine can have.")
+        told = tag("p", tag("b", lead), " ", advice)
+        html = tag(
+            "div", told, tag("p", join(ways), class_="actions"), class_="gate notice warning"
+        )
+    else:
+        html = join(
             [
-                tag("p", sentence(shown, said), class_="error notice"),
+                tag("p", sentence(line, said), class_="error notice"),
                 tag("p", join(ways), class_="actions") if is_own_base else None,
                 *(_link_to(draft, key, said) for key in keys),
             ]
+        )
+    waits = said("Train waits for a plan that works: {}", capital(found))
+    return PlanPart(
+        html=html,
+        beside=note_html(
+            said("It goes on here once the base model is chosen.") if is_absent else waits
         ),
-        beside=note_html(said("Train waits for a plan that works: {}", capital(found))),
         filled={},
         length=None,
         button=said("Train"),

@@ -161,13 +161,19 @@ def _time_record(prepared: Prepared) -> TimeRecord:
 
 
 def image_counts(prepared: Prepared) -> dict[str, int]:
-    """Return how many images there are, and of how many each warning is; each is judged for the planned size."""
+    """Return how many images there are, of how many each warning is, and how many have no caption.
+
+    Each is judged for the planned size.
+    """
     kinds = Counter(
         found.kind
         for found in prepared.report.findings
         if found.file is not None and found.severity != "note"
     )
-    return {"all": len(prepared.trained) + len(prepared.held_out), **kinds}
+    records = (*prepared.trained, *prepared.held_out)
+    without = sum(record.caption_source is None for record in records)
+    counts = kinds | ({"no-caption": without} if without else {})
+    return {"all": len(records), **counts}
 
 
 def _references_row(prepared: Prepared) -> dict[str, str]:

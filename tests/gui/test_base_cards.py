@@ -101,11 +101,11 @@ def test_a_verdict_is_a_light_a_word_and_a_time_and_says_what_is_small(
     one = verdict(images={"all": 2, "blurred": 1})
     assert one["images"] == ["1 of 2 images look blurred in it"]
     slow = verdict(time={**plan["time"], "run_s": [3e5, 9e5]})
-    assert (slow["fits"], slow["said"]) == ("slow", "Too slow here: use a GPU")
+    assert (slow["fits"], slow["said"]) == ("slow", "Too slow")
     assert slow["time"] == "about a week"
     # The word is about the time beside it, which is from now on.
     busy = verdict(time={**plan["time"], "run_s": [3e4, 6e4], "beside_others": 20.0})
-    assert (busy["time"], busy["said"]) == ("about a week", "Too slow here: use a GPU")
+    assert (busy["time"], busy["said"]) == ("about a week", "Too slow")
     assert verdict(memory={**plan["memory"], "fits": False})["fits"] == "bad"
     assert verdict(base="embedded")["said"] == "A try-out"
 

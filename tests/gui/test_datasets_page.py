@@ -168,6 +168,12 @@ def test_undo_of_a_trigger_word_that_was_set_takes_it_from_its_fields_too(
     assert word(ask(api, "apply", folder, seen=seen, **edit)) == ("muggo", "muggo")
     assert word(ask(api, "undo", folder)) == ("", None)
     assert word(ask(api, "redo", folder)) == ("muggo", "muggo")
+    seen = {row["file"]: row["caption"] for row in ask(api, "look", folder)["pictures"]}
+    again = {**edit, "text": "zumok"}
+    assert word(ask(api, "apply", folder, seen=seen, **again)) == ("zumok", "zumok")
+    assert word(ask(api, "undo", folder)) == ("muggo", "muggo")
+    assert word(ask(api, "undo", folder)) == ("", None), "the word that was set before goes too"
+    assert word(ask(api, "redo", folder)) == ("muggo", "muggo")
     ask(api, "look", folder, trigger="other", resolution="")
     assert word(ask(api, "undo", folder))[0] == "other", "which was chosen since"
 
@@ -485,23 +491,21 @@ def test_the_page_lists_what_is_odd_now_with_a_button_each(
     assert len(alike) == 5 and {row["find"] for row in alike} == {"mukbot on grass"}
 
 
-def test_images_are_judged_for_the_base_that_is_chosen_or_recommended_and_the_example_for_the_miniature(
+def test_images_are_judged_for_the_base_that_is_taken_and_the_page_says_for_which(
     work: Workplace, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the miniature's 64 px every photograph would be large and sharp enough."""
     monkeypatch.setattr(command_lines, "has_gpu", lambda: False)
     draft = drafts.new(work, dataset=str(folder))
-    example = Path("anywhere") / command_lines.EXAMPLE_NAME
-    for base, at, judged in (
-        ("auto", folder, command_lines.RECOMMENDED),
-        ("someone/sdxl", folder, "someone/sdxl"),
-        ("auto", example, "auto"),
-    ):
-        assert command_lines.judged_for(replace(draft, base=base), at) == judged
-    pairs = replace(draft, kind=drafts.PAIRS)
-    assert command_lines.judged_for(pairs, folder) == command_lines.RECOMMENDED_FOR_PAIRS
+    chosen = replace(draft, base="someone/sdxl")
+    assert command_lines.taken_base(draft) == "embedded"
+    assert command_lines.taken_base(replace(draft, kind=drafts.PAIRS)) == "embedded-edit"
+    assert command_lines.taken_base(chosen) == "someone/sdxl"
+    assert "someone/sdxl" in " ".join(command_lines.check_words(chosen, work))
+    assert not any("xl" in word for word in command_lines.check_words(draft, work)[2:])
+    shown = train_view.images_part(work, draft, words(ENGLISH))
+    assert "Judged for Miniature, until you choose a base" in shown.html
     monkeypatch.setattr(command_lines, "has_gpu", lambda: True)
-    assert command_lines.judged_for(replace(draft, base="auto"), folder) == "auto"
+    assert command_lines.taken_base(draft) == "", "which the plan says"
 
 
 def test_the_check_is_on_the_cards_until_a_picture_or_the_size_changes(

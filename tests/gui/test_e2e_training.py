@@ -257,6 +257,16 @@ def test_two_ranks_in_one_press_are_a_series_that_waits_on_its_page(
         rules.go_on(place.runs)
 
 
+# Whether this browser has kept the instruction of the pairs.
+KEPT = """() => new Promise((resolve) => {
+  const asked = indexedDB.open("lora-train-pairs", 1);
+  asked.onsuccess = () => {
+    const all = asked.result.transaction("heaps").objectStore("heaps").getAll();
+    all.onsuccess = () => { asked.result.close(); resolve(all.result.some((each) => each.instruction)); };
+  };
+})"""
+
+
 def test_two_heaps_of_images_become_pairs(page: Any, place: Place, tmp_path: Path) -> None:
     for name in ("in1", "in10", "in2", "out1", "out2", "out10"):
         Image.new("RGB", (64, 64), (int(name.strip("inout")) * 20, 0, 0)).save(
@@ -278,6 +288,10 @@ def test_two_heaps_of_images_become_pairs(page: Any, place: Place, tmp_path: Pat
     pictures.nth(0).drag_to(pictures.nth(2))
     wait_for_pairs("in2", "out1", "in1", "out2", "in10", "out10")
     page.get_by_label("What changes from before to after?").fill("make it red")
+    page.get_by_label("What changes from before to after?").blur()
+    page.wait_for_function(KEPT)
+    page.reload()  # loses none of it
+    wait_for_pairs("in2", "out1", "in1", "out2", "in10", "out10")
     # The bar that stays in sight leads on, and to nothing else.
     assert page.locator(".go-on:visible button:visible").all_inner_texts() == ["Take these 3 pairs"]
     assert (
@@ -421,9 +435,9 @@ def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_r
     place.server.open(page, "/train?draft=new&example=1")
     page.locator(".plan-line", has_text="Fits:").wait_for()
     no_card_is_of_the_steps_before(page)
-    gated = page.locator(".base-card").filter(has_text="Accept its terms on Hugging Face first")
+    gated = page.locator(".base").filter(has_text="Accept its terms on Hugging Face first")
     page.get_by_role("button", name="Show all base models").click()
-    gated.filter(has_text="Does not fit").first.click()
+    gated.filter(has_text="Does not fit").first.locator(".base-card").click()
     page.get_by_role("button", name="Sign in to Hugging Face").click()
     page.get_by_label("Token").fill("password")
     page.get_by_role("button", name="Sign in", exact=True).click()

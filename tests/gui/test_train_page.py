@@ -13,7 +13,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -359,8 +358,11 @@ def test_where_there_is_no_plan_the_fields_hold_what_the_draft_sets_and_nothing_
     german = view.plan_part(
         work, draft, words("de"), command_lines.Plans(work, ask=lambda _: missing)
     )
-    assert "Das Basismodell 'x.safetensors' gibt es nicht" in unescape(german.html)
     assert german.verdict and german.verdict["said"] == "Nicht auf diesem Rechner"
+    # A base that is nowhere is said once, with what to do.
+    assert "Das Basismodell FLUX.1-dev ist nicht auf diesem Rechner" in german.html
+    assert "nicht auf diesem Rechner" not in german.beside and "gibt es nicht" not in german.beside
+    assert german.verdict["is_absent"] and 'data-base=""' in german.html
     # The card of that base says so too, without another plan.
     assert shown.verdict == base_cards.verdict(plans, draft, SAID)
     assert shown.verdict and shown.verdict["said"] == "Does not fit"
@@ -420,6 +422,72 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
 
 
 EMPTY = drafts.Draft(id="0" * 12)
+
+
+def test_an_unusual_value_is_told_at_its_field_and_not_at_the_plan() -> None:
+    what, advice = "optimizer.learning_rate=0.5 is unusual for adamw", "leave it out"
+    values = {
+        "base": "owner/name",
+        "memory": {"items": [], "peak_bytes": 1, "limit_bytes": 2, "fits": True, "phase": "x"},
+        "time": {"steps": 900, "epochs": 2500.0, "images": 3, "run_s": [60, 120]},
+        "settings": {"adapter.rank": {"value": 512, "origin": "command line", "reason": ""}},
+        "remarks": [
+            {"kind": "learning-rate", "what": what, "advice": advice},
+            {"kind": "time", "what": "this is long", "advice": "wait"},
+        ],
+    }
+    found = plan_of(values)
+    shown = plan.plan(found, SAID)
+    assert "unusual" not in shown and "This is long" in shown
+    told = plan.at_fields(found, EMPTY, SAID)
+    assert "unusual for adamw" in told[fields.RATE] and "eave it out" in told[fields.RATE]
+    assert not told[fields.STEPS] and not told[fields.RANK], "what nobody chose is the plan's"
+    own = EMPTY.with_setting(fields.STEPS, 900).with_setting(fields.RANK, 512)
+    told = plan.at_fields(found, own, SAID)
+    assert "seen 2,500 times" in told[fields.STEPS] and "4 to 128" in told[fields.RANK]
+    usual = plan.at_fields(plan_of({**values, "remarks": []}), EMPTY, SAID)
+    assert set(usual.values()) == {""}, "a line that is mended goes"
+
+
+@pytest.mark.parametrize("word", ["cat", "Woman", "red cars", "my dog", "M\u00e4dchen"])
+def test_an_ordinary_word_is_no_trigger_word_and_a_rare_one_is_offered(
+    work: Workplace, page: TestClient, word: str
+) -> None:
+    draft = drafts.new(work)
+    (told,) = looks(page, draft, data__trigger=word)["draft"]["told"].values()
+    rare = re.search(r'data-types="data.trigger" data-value="([^"]+)"', told)
+    assert rare and f"\u201c{word}\u201d already" in told and rare[1].endswith(f" {word}")
+    (told,) = looks(page, draft, data__trigger=rare[1])["draft"]["told"].values()
+    assert told == "", "what is offered is not ordinary"
+    (told,) = looks(page, draft, data__trigger="")["draft"]["told"].values()
+    assert told == ""
+
+
+def test_images_without_captions_and_trigger_word_are_told_beside_the_button(
+    work: Workplace, tmp_path: Path
+) -> None:
+    write_dataset(tmp_path / "set", images=3)
+    draft = drafts.new(work, dataset=str(tmp_path / "set"))
+    plans = command_lines.Plans(work)
+
+    def beside(draft: drafts.Draft) -> str:
+        return view.plan_part(work, draft, SAID, plans).beside
+
+    assert "None of the" not in beside(draft), "they have captions"
+    for caption in (tmp_path / "set").glob("*.txt"):
+        caption.unlink()
+    told = beside(draft)
+    assert "None of the 3 images has a caption, and the trigger word is empty" in told
+    assert 'data-types="data.trigger"' in told and "data-captions" in told
+    assert "None of the" not in beside(draft.with_setting("data.trigger", "zumok"))
+    assert "None of the" not in beside(replace(draft, kind=drafts.PAIRS))
+
+
+def test_the_notebooks_for_machines_with_a_gpu_are_files_of_two_names(page: TestClient) -> None:
+    for name in routes.NOTEBOOKS:
+        assert json.loads(page.get(f"/train/notebook?of={name}").text)["cells"]
+    for name in ("", "../colab", "vast", "colab.ipynb", "/etc/passwd"):
+        assert page.get("/train/notebook", params={"of": name}).status_code == 404
 
 
 def test_the_same_draft_and_images_are_asked_once_for_a_minute(

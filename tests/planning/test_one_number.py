@@ -88,7 +88,7 @@ def prepared(
     parameters = inputs.facts.parts["denoiser"].parameters
     of_base = (replace(run, kind=replace(run.kind, parameters=parameters)) for run in past)
     inputs = inputs.changed(past_runs=tuple(of_base))
-    record: Any = SimpleNamespace(caption="a cat", references=())
+    record: Any = SimpleNamespace(caption="a cat", caption_source="file", references=())
     dataset: Any = SimpleNamespace(regularisation=(), directions=(), is_slider=False, pairs=0)
     return Prepared(
         inputs=inputs,
