@@ -1,8 +1,8 @@
-"""The adapter files in the run folders, and what their headers and runs tell about them.
+"""The adapter files in the run folders and those that were brought, and what their headers and runs tell about them.
 
 Input: the workplace. Outputs: frozen values; no markup. A file is named "RUN/FILE", and such a name
-leads to a file only if the listing of the runs has it. Headers are read and checked, no tensor is:
-hundreds of files are listed at once.
+leads to a file only if the listing of the runs, or of what was brought, has it. Headers are read and checked, no
+tensor is: hundreds of files are listed at once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lora_trainer.common.files import disk_error, write_atomic
 from lora_trainer.common.records import of_json
 from lora_trainer.common.wording import one_line, public_source
 from lora_trainer.config.inputs import MINIATURES
+from lora_trainer.families.base.tables import family_names, family_table, head
 from lora_trainer.lora_file.base_layers import recognise
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.key_formats import key_format
@@ -31,12 +32,12 @@ from lora_trainer.lora_file.read import read_contents
 from lora_trainer.reporting.run_record import RunRecord, read
 from lora_trainer.reporting.status import read_status
 
-from . import runs
+from . import brought, runs
+from .brought import SUFFIX
 from .lora_names import BestPicture, name_now, read_names, write_names
 from .run_best import read_best, recommended, standing
 from .workplace import Workplace
 
-SUFFIX = ".safetensors"
 PREVIEW_SUFFIX = ".preview.png"
 BEST_PICTURE_SUFFIX = ".best.png"
 _NAME_MAX_LENGTH = 100
@@ -73,6 +74,16 @@ class LoraFile:
         """The name under which pages and jobs know it."""
         return f"{self.run}/{self.path.name}"
 
+    @property
+    def is_brought(self) -> bool:
+        """Whether somebody brought it, so that no run knows of it."""
+        return self.run == brought.FOLDER
+
+    @property
+    def label(self) -> str:
+        """Its name in a list of many, with its run."""
+        return self.path.stem if self.is_brought else self.ref.removesuffix(SUFFIX)
+
     def was(self, ref: object) -> bool:
         """Return whether a job began with this file, under whatever name it had then."""
         return ref in (self.ref, *(f"{self.run}/{name}" for name in self.earlier))
@@ -102,12 +113,35 @@ class Header:
     @property
     def base(self) -> str:
         """The model it was made for, as its own entries name it, else its family."""
+        named = self.own_base or self.metadata.get("ss_sd_model_name", "")
+        return (named if named != "None" else "") or self.family_name
+
+    @property
+    def own_base(self) -> str:
+        """The base that its own settings name, an empty text where it has none or they leave it open."""
         try:
             stated = json.loads(self.metadata.get("lora_train.settings", "{}"))["base.model"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            stated = self.metadata.get("ss_sd_model_name", "")
-        known = str(stated) if stated not in (None, "None", "auto") else ""
-        return known or self.family
+            return ""
+        return str(stated) if stated not in (None, "None", "auto") else ""
+
+    @property
+    def family_name(self) -> str:
+        """The family of its base as it is written in texts, an empty text where the file does not tell it."""
+        return str(head(self.family)["name"]) if self.family in family_names() else ""
+
+    @property
+    def finds_base(self) -> bool:
+        """Whether its own settings name a base that is found without its folder: a miniature or one of the Hub."""
+        return self.own_base in MINIATURES or "/" in self.own_base
+
+    @property
+    def usual_base(self) -> str:
+        """The base to draw with where its own settings name none that is found: that of its family."""
+        if self.finds_base or self.family not in family_names():
+            return ""
+        releases = family_table(self.family)["releases"]
+        return str(min(releases, key=lambda each: each.get("offered", math.inf))["ids"][0])
 
     @property
     def is_try_out(self) -> bool:
@@ -128,37 +162,54 @@ class Header:
 class Entry:
     """One LoRA of the library: the file to take, the others of its training, from the last one on.
 
-    `is_best`: somebody, or its loss on the held-out images, found it best.
+    `is_best`: somebody, or its loss on the held-out images, found it best. `validation` is how much better it is than
+    the base on the `held_out` images, empty where that is not more than they differ by themselves; `is_sure`: they
+    are enough, and it is much.
     """
 
     file: LoraFile
     header: Header
     saves: tuple[LoraFile, ...] = ()
     validation: str = ""
+    held_out: int = 0
+    is_sure: bool = False
     is_best: bool = False
     training: bool = False
 
 
 def entries(work: Workplace) -> tuple[Entry, ...]:
-    """Return all LoRAs of the runs folder, the newest first."""
+    """Return all LoRAs of the runs folder and those that were brought, the newest first."""
     found = [
         entry
         for run in runs.find_runs(work.runs)
         for entry in _entries_of(work.runs / run.name, run)
     ]
+    folder = brought.folder_of(work)
+    if not folder.is_symlink():
+        found += [Entry(file=file, header=read_header(file)) for file in _files(folder)]
     return tuple(sorted(found, key=lambda entry: -entry.file.changed_ns))
 
 
 def find(work: Workplace, ref: str) -> LoraFile:
     """Return the file of that name; raises RequestError for one that no run has."""
     run, _, name = ref.partition("/")
-    folder = runs.run_folder(work.runs, run)
+    folder = folder_of(work, run)
     # A bookmark or another tab has the name from before it was renamed.
     wanted = name_now(folder, read_names(folder), name)
     for file in _files(folder):
         if file.path.name == wanted:
             return file
+    if run == brought.FOLDER:
+        raise RequestError(f"no added file is named {name!r}", fix="choose one from the list")
     raise RequestError(f"the run {run} has no file {name!r}", fix="choose one from the list")
+
+
+def folder_of(work: Workplace, run: str) -> Path:
+    """Return the folder of a run, or that of what was brought; raises RequestError for any other name."""
+    folder = brought.folder_of(work)
+    if run == brought.FOLDER and folder.is_dir() and not folder.is_symlink():
+        return folder
+    return runs.run_folder(work.runs, run)
 
 
 def read_header(file: LoraFile) -> Header:
@@ -337,11 +388,14 @@ def _result_among(files: Sequence[LoraFile], folder: Path) -> Entry | None:
     take = recommended(by_step, losses, read_best(folder))
     file = next((file for file in trained if take and file.path.name == take.file), trained[0])
     good = standing(take, losses, base_loss=base_loss)
+    held_out = len(_record(folder).dataset.held_out)
     return Entry(
         file=file,
         header=read_header(file),
         saves=tuple(other for other in trained if other is not file),
-        validation="" if good is None else good.said,
+        validation="" if good is None or not good.is_clear else good.said,
+        held_out=held_out,
+        is_sure=good is not None and good.is_sure(held_out),
         is_best=take is not None and take.is_found,
     )
 

@@ -1,6 +1,7 @@
 """The files that pages show: those of a run folder, and small copies of pictures of a dataset.
 
     /media/run/NAME/samples/step-00000250/00.png    a picture, the report, an exported LoRA, a record
+    /media/run/.loras/NAME.safetensors              a LoRA that somebody brought, its pictures
     /media/samples/NAME.zip                         all sample images of a run
     /media/own/tries/ID/NAME.png                    a picture that was drawn to try a LoRA
     /media/thumb?folder=FOLDER&file=NAME&size=384   a picture of a dataset, as training sees it
@@ -34,6 +35,7 @@ from starlette.routing import BaseRoute, Route
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS, ImageDecodeError
 
+from .lora_files import folder_of
 from .markup import tag
 from .runs import page_url, run_folder
 from .sample_zip import sample_files, zipped
@@ -207,8 +209,8 @@ def _with_way_back(report: Path, run: str, _: Words) -> str:
 
 
 def served_file(work: Workplace, name: str, file: str) -> _Served:
-    """Return what is served for a file of a run; raises RequestError for everything else."""
-    folder = run_folder(work.runs, name).resolve()
+    """Return what is served for a file of a run or a brought LoRA; raises RequestError for everything else."""
+    folder = folder_of(work, name).resolve()
     path = _inside(folder, file)
     if not path.is_relative_to(folder):
         raise _nothing(file)

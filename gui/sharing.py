@@ -38,8 +38,9 @@ from lora_trainer.reporting.sample_files import SAMPLES, own_samples
 from lora_trainer.run.hub_upload import WRITE_REFUSED, shared_samples
 
 from . import command_lines, jobs
+from .brought import SUFFIX
 from .library.preview import preview_of
-from .lora_files import PREVIEW_SUFFIX, SUFFIX, LoraFile, unused
+from .lora_files import PREVIEW_SUFFIX, LoraFile, unused
 from .workplace import Workplace
 
 MAX_PREVIEW_PX = 1536

@@ -7,8 +7,12 @@ names, the pictures that can become its preview, and the preview itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import write_atomic
@@ -19,7 +23,7 @@ from ..lora_files import PREVIEW_SUFFIX, LoraFile, step_of
 from ..sharing import png_bytes
 from ..workplace import Workplace
 from . import try_prompts
-from .preview import small_url
+from .preview import preview_of, small_url
 
 _MAX_PREVIEWS = 24
 _CHOICE_PX = 192
@@ -52,11 +56,35 @@ def write_preview(file: LoraFile, picture: Path) -> Path:
 
 
 def shown_choices(work: Workplace, file: LoraFile) -> Sequence[Mapping[str, Any]]:
-    """Return what choices.html shows: each picture by its name, and a small copy of it."""
-    return [
-        {"name": name, "url": small_url(image, size_px=_CHOICE_PX)}
+    """Return what choices.html shows: each picture by its name, a small copy, and whether it is the one shown now.
+
+    One that was brought stands before them, without a name.
+    """
+    now = preview_of(file)
+    marked = None if now is None else _pixels(now, now.stat().st_mtime_ns)
+    found = [
+        {
+            "name": name,
+            "url": small_url(image, size_px=_CHOICE_PX),
+            "chosen": marked is not None and _pixels(image, image.stat().st_mtime_ns) == marked,
+        }
         for name, image in preview_choices(work, file).items()
     ]
+    if now is not None and not any(each["chosen"] for each in found):
+        own = {"name": "", "url": small_url(now, size_px=_CHOICE_PX), "chosen": True}
+        return [own, *found]
+    return found
+
+
+@lru_cache(maxsize=_MAX_PREVIEWS * 16)
+def _pixels(image: Path, changed_ns: int) -> str | None:
+    """Return what tells pictures apart whose files differ: a preview is written anew; None for what cannot be read."""
+    try:
+        with Image.open(image) as opened:
+            picture = opened.convert("RGB")
+            return sha256(f"{picture.size}".encode() + picture.tobytes()).hexdigest()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
 
 
 def _drawn(work: Workplace, file: LoraFile) -> Iterator[tuple[str, Path]]:

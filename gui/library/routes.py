@@ -1,6 +1,6 @@
 """The page LoRAs, and what its scripts ask: a search, and what is done with one file, RUN/FILE.
 
-/library              all LoRAs; with ?search=WORDS&base=MODEL those that fit
+/library              all LoRAs, and the place for files of one's own; with ?search=WORDS&base=MODEL those that fit
 /library?file=REF     the page of one
 """
 
@@ -20,7 +20,7 @@ from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.tools.describe import description_of
 
-from .. import drawing, jobs, lora_files, sharing, uploads
+from .. import brought, drawing, jobs, lora_files, sharing, uploads
 from ..lora_files import Header, LoraFile, find
 from ..markup import capital, plain
 from ..media import EXPORTS, run_url
@@ -46,6 +46,13 @@ class Search(Body):
     text: Text
     base: Text
     order: Text = ""
+
+
+class Bring(Body):
+    """A LoRA file that was sent as the one file of a batch, and what its owner calls it."""
+
+    batch: Text
+    name: Text
 
 
 class NewName(OfLora):
@@ -174,6 +181,7 @@ def routes(work: Workplace) -> list[Route]:
     return [
         page(view.PAGE, "library/page.html", title="LoRAs", look=partial(shown, work)),
         ask("search", Search, search),
+        ask("bring", Bring, bring),
         ask("tries", Tries, tries),
         ask("rename", NewName, rename),
         ask("note", Note, note),
@@ -207,12 +215,12 @@ def shown(work: Workplace, request: Request, _: Words) -> Answer:
 
 def _tabs(work: Workplace, file: LoraFile, header: Header, _: Words) -> Answer:
     """Return what the tabs of the page of a file begin with."""
-    others = [entry.file.ref for entry in _mergeable(work, file, header)]
+    others = [entry.file for entry in _mergeable(work, file, header)]
     drawn, made = try_prompts.of_file(work, file), tools.of_file(work, file)
     saves, more = try_prompts.others(work, file, header)
     return {
         "saves": [(save.ref, view.step(save, _)) for save in saves],
-        "more": [(each.ref, each.ref.removesuffix(lora_files.SUFFIX)) for each in more],
+        "more": [(each.ref, each.label) for each in more],
         **try_prompts.form(file, header, drawn),
         "warning": _(try_prompts.warning(work)),
         "tries": _tries_now(work, file, _),
@@ -222,8 +230,11 @@ def _tabs(work: Workplace, file: LoraFile, header: Header, _: Words) -> Answer:
         "note": file.note,
         "texts": description_of(header.metadata),
         "choices": describe.shown_choices(work, file),
-        "others": [(ref, ref.removesuffix(lora_files.SUFFIX)) for ref in others],
+        "others": [(each.ref, each.label) for each in others],
         "others_at_once": OTHERS,
+        "formats": tools.formats(header, _),
+        "rank": header.rank,
+        "needs_base": file.is_brought and not header.finds_base,
     }
 
 
@@ -238,6 +249,18 @@ def search(work: Workplace, asked: Search, _: Words) -> Answer:
     found = lora_files.entries(work)
     fitting = view.ordered(lora_files.matching(found, asked.text, asked.base), asked.order)
     return {"html": view.grid(fitting, of=len(found), said=_)}
+
+
+def bring(work: Workplace, asked: Bring, _: Words) -> Answer:
+    """Keep a LoRA file that was sent; return the address of its page, and what to say there."""
+    folder = uploads.batch_folder(work, asked.batch)
+    try:
+        taken = brought.take_in(work, folder / "0", asked.name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    file = find(work, f"{brought.FOLDER}/{taken.path.name}")
+    said = "{} is here already." if taken.was_there else "{} is added."
+    return {"to": view.page_url(file), "done": _(said, file.label)}
 
 
 def tries(work: Workplace, asked: Tries, _: Words) -> Answer:

@@ -39,5 +39,6 @@ export function mountShelf(main, leaving) {
   }
 
   form.addEventListener("input", search);
+  main.addEventListener("added", search, { signal: leaving }); // by add.js
   form.addEventListener("submit", (event) => event.preventDefault());
 }

@@ -10,13 +10,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+from lora_trainer import families
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.wording import one_line
 from lora_trainer.families.base.traits import FileFormat
 from lora_trainer.reporting.charts import Html
 
 from .. import command_lines, jobs
-from ..lora_files import SUFFIX, LoraFile, find, recorded_base, unused
+from ..brought import SUFFIX
+from ..lora_files import Header, LoraFile, find, recorded_base, unused
 from ..markup import inline
 from ..server.templates import render
 from ..server.translation import Words
@@ -25,8 +27,34 @@ from .view import page_url
 
 KIND = "tool"
 FORMATS: tuple[str, ...] = get_args(FileFormat)
+_READERS: Mapping[str, str] = {
+    "kohya": "A1111, Forge, ComfyUI (kohya's names)",
+    "diffusers": "diffusers, InvokeAI",
+    "comfyui": "ComfyUI's own names",
+}
 MAX_RANK, MAX_WEIGHT = 4096, 10.0
 SHOWN = 6
+
+
+def formats(header: Header, _: Words) -> Sequence[Mapping[str, Any]]:
+    """Return the names that a file can be given: for whom, why not, and which is chosen at first."""
+    found: list[dict[str, Any]] = []
+    for name, readers in _READERS.items():
+        reason = _(_reason_against(name, header))
+        chosen = not reason and not any(each["chosen"] for each in found)
+        found.append({"name": name, "label": _(readers), "reason": reason, "chosen": chosen})
+    return found
+
+
+def _reason_against(format: str, header: Header) -> str:
+    """Return why a file is not given these names, an empty text where it can be."""
+    if header.format == format:
+        return "This file has these names already."
+    if header.is_try_out and format != "diffusers":
+        return "These programs do not have the miniature."
+    if header.family in families.NAMES and format in families.family(header.family).formats.refused:
+        return "LoRAs of this base model are not read under these names."
+    return ""
 
 
 def convert(work: Workplace, file: LoraFile, *, format: str, name: str) -> jobs.Job:

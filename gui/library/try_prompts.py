@@ -205,7 +205,7 @@ def form(file: LoraFile, header: Header, tries: Sequence[jobs.Job]) -> Mapping[s
             "first_prompt": example_prompt(file, header),
             "strengths": _typed(STRENGTHS),
             "seed": SEED,
-            "typed_base": "",
+            "typed_base": header.usual_base if file.is_brought else "",
             "beside": (),
         }
     last = tries[0]
@@ -245,9 +245,15 @@ def others(
     """Return what can be drawn beside a file: the other saves of its training, other LoRAs of the same base."""
     saves, more = list[LoraFile](), list[LoraFile]()
     for entry in lora_files.entries(work):
-        if entry.file.run == file.run:
+        brought = file.is_brought or entry.file.is_brought
+        if entry.file.ref == file.ref:
+            saves += entry.saves
+        elif entry.file.run == file.run and not brought:
             saves += [each for each in (entry.file, *entry.saves) if each.ref != file.ref]
-        elif entry.header.base == header.base:
+        elif entry.header.base == header.base or (
+            # Other trainers name a base in other ways.
+            brought and entry.header.family == header.family and not entry.header.is_try_out
+        ):
             more.append(entry.file)
     return saves, more
 
@@ -322,7 +328,11 @@ def _described(job: jobs.Job, place: Place) -> BestPicture:
 def shown(work: Workplace, tries: Sequence[jobs.Job], _: Words) -> Html:
     """Return the newest try as a grid, and earlier ones folded."""
     return render(
-        "library/tries.html", _, tries=[_try(work, job, _) for job in tries], kept=kept(work, _)
+        "library/tries.html",
+        _,
+        tries=[_try(work, job, _) for job in tries],
+        kept=kept(work, _),
+        ghosts=[_.figure(f"{value:g}") for value in STRENGTHS],
     )
 
 

@@ -120,9 +120,9 @@ def head(file: LoraFile, header: Header, _: Words) -> Mapping[str, Any]:
     entry = result if result is not None and is_result else Entry(file=file, header=header)
     return {
         **_told(entry, _),
-        "trigger": header.trigger,
         "is_try_out": header.is_try_out,
-        "again": "/train?" + urlencode({"again": file.run}),
+        # Of a file from elsewhere nobody knows the images.
+        "again": "" if file.is_brought else "/train?" + urlencode({"again": file.run}),
         "downloads": list(_downloads(file, result, _)),
     }
 
@@ -149,9 +149,18 @@ def _told(entry: Entry, _: Words) -> Mapping[str, Any]:
         "note": file.note,
         "problem": inline(_.message(header.problem)),
         "good": entry.validation,
-        "facts": list(_facts(entry, _)),
-        "run": file.run,
-        "run_url": runs.page_url(file.run),
+        "held_out": entry.held_out,
+        "is_sure": entry.is_sure,
+        "about": _about(entry, _),
+        "base": _.message(title(header.base)) if header.base else "",
+        "trigger": header.trigger,
+        "rank": header.rank,
+        "best_picture": _best_picture(file, _),
+        "size": bytes_text(file.size_bytes),
+        "written": lora_files.minute_of(file),
+        "is_brought": file.is_brought,
+        "run": "" if file.is_brought else file.run,
+        "run_url": "" if file.is_brought else runs.page_url(file.run),
         "report_url": run_url(file.run, REPORT) if has_report else "",
     }
 
@@ -162,27 +171,33 @@ def _drawn_at(image: Path | None, file: LoraFile) -> str:
     return "" if drawn_at in (None, lora_files.step_of(file)) else f"{drawn_at:,}"
 
 
-def _facts(entry: Entry, _: Words) -> Iterator[Fact]:
-    header = entry.header
-    steps = entry.file.step or header.steps
-    picture = entry.file.picture
-    if entry.is_best:
-        yield Fact(name="best", value=_("step {#}", f"{steps:,}") if steps else "", is_name=False)
-    facts = {
-        "base": _.message(title(header.base)),
-        "trigger word": header.trigger,
-        "rank": header.rank,
-        "steps": f"{steps:,}" if steps and not entry.is_best else None,
-        "new images": _.message(entry.validation),
-        "best picture": ""
-        if picture is None
-        else _("{} at strength {#}", picture.prompt, f"{picture.strength:g}"),
-        "size": bytes_text(entry.file.size_bytes),
-        "written": lora_files.minute_of(entry.file),
-    }
-    for name, value in facts.items():
-        if value not in ("", None) or name == "trigger word":
-            yield Fact(name=name, value=str(value), is_name=name not in ("new images", "size"))
+def _about(entry: Entry, _: Words) -> str:
+    """Return in a sentence what a file is: on which base it was trained, for how long, or that it was brought."""
+    file, base = entry.file, _.message(title(entry.header.base)) if entry.header.base else ""
+    steps = file.step or entry.header.steps
+    if file.is_brought:
+        return (
+            _("Added from a file, for {}.", base)
+            if base
+            else _("Added from a file, which does not say for which base model.")
+        )
+    if not base:
+        return _("Trained for {#} steps.", f"{steps:,}") if steps else ""
+    if not file.trained:
+        return _("Made from other files, for {}.", base)
+    if steps and entry.is_best:
+        return _("Trained on {}; step {#} is the best.", base, f"{steps:,}")
+    return (
+        _("Trained on {} for {#} steps.", base, f"{steps:,}")
+        if steps
+        else _("Trained on {}.", base)
+    )
+
+
+def _best_picture(file: LoraFile, _: Words) -> str:
+    """Return how the picture was drawn that somebody marked as the best, an empty text for none."""
+    best = file.picture
+    return "" if best is None else _("{} at strength {#}", best.prompt, f"{best.strength:g}")
 
 
 def _name(entry: Entry) -> str:

@@ -13,12 +13,15 @@ _CAPITALS = {"xl": "XL", "base": "base", "medium": "medium", "large": "large"}
 
 
 def title(source: str) -> str:
-    """Return the name of a base as it is written in a text; ids in capitals stand as their makers wrote them."""
+    """Return the name of a base as texts have it; files and ids in capitals stand as their makers wrote them."""
     if source == EMBEDDED:
         return "Miniature"
     if source == EMBEDDED_EDIT:
         return "Miniature that edits"
     name = source.rpartition("/")[2]
+    for ending in (".safetensors", ".ckpt"):
+        if name.endswith(ending):
+            return name.removesuffix(ending)
     if name != name.lower():
         return name
     name = re.sub(r"\bv?(\d)-(\d)", r"\1.\2", name.removesuffix("-diffusers"))

@@ -36,6 +36,15 @@ class Standing:
         return 1 - self.loss / self.base_loss if self.base_loss > 0 else math.nan
 
     @property
+    def is_clear(self) -> bool:
+        """Whether the two losses differ by more than those of a few held-out images do by themselves."""
+        return abs(self.gain) >= AS_GOOD - 1
+
+    def is_sure(self, held_out: int) -> bool:
+        """Whether it learned well, and enough images say so: else the figure is no praise by itself."""
+        return self.gain >= _LEARNED_WELL and held_out >= _FEW_IMAGES
+
+    @property
     def said(self) -> str:
         """The one figure that all pages show: `69 % better than the base`."""
         return better_than_base(self.loss, self.base_loss)

@@ -328,7 +328,7 @@ ASKED = (
     *("/share/folder", "/share/copy", "/share/signed-in", "/share/sign-in", "/share/publish"),
     *("/share/published", "/share/comfyui", "/share/seen"),
     *(f"/library/{name}" for name in ("search", "tries", "rename", "note", "texts", "preview")),
-    *(f"/library/{name}" for name in ("jobs", "check", "export", "inside")),
+    *(f"/library/{name}" for name in ("jobs", "check", "export", "inside", "bring")),
     *(f"/train/{name}" for name in ("look", "start", "bases", "fits", "found")),
 )
 """What the scripts of the pages ask."""
@@ -385,6 +385,7 @@ def test_what_a_script_asks_is_refused_where_it_names_something_else(
             "/share/seen": {"file": name},
             "/share/publish": {"file": name, "name": "x", "who": "private"},
             "/share/published": {"file": name},
+            "/library/bring": {"batch": name, "name": name},
             "/library/rename": {"file": name, "name": name},
             "/library/note": {"file": name, "text": name},
             "/library/preview": {"file": name, "batch": name},
