@@ -376,7 +376,7 @@ def write(rows: Mapping[Cell, Row]) -> None:
 def table(rows: list[Row]) -> str:
     """Return the rows in Markdown, sizes in GiB."""
     lines = [
-        "| base | GPU | how | tensors | allocator needs | with runtime and desktop | free | unused |",
+        "| base | GPU | plan | tensors | allocator needs | with runtime and desktop | free | unused |",
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:

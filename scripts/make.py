@@ -59,6 +59,7 @@ PAGES: Sequence[Page] = (
     Page(file=family_table.PAGE, new=family_table.with_family_table),
     Page(file=family_table.FORMATS_PAGE, new=family_table.with_format_table),
     Page(file=preset_table.PAGE, new=preset_table.with_preset_tables),
+    Page(file=preset_table.CAPTIONS_PAGE, new=preset_table.with_view_table),
     Page(file=row_tables.OBJECTIVE_PAGE, new=row_tables.with_loss_table),
     Page(file=row_tables.OPTIMIZERS_PAGE, new=row_tables.with_optimizer_table),
     Page(file=timestep_table.PAGE, new=timestep_table.with_timestep_table),

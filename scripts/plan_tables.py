@@ -26,6 +26,7 @@ from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import middle
+from scripts.preset_table import views_of_families
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plans.md"
 CARDS = {
@@ -39,24 +40,28 @@ BASES = {
     "FLUX.1-dev": "black-forest-labs/FLUX.1-dev",
 }
 TRAINED, HELD_OUT = 18, 2
+IMAGES = TRAINED + HELD_OUT
 DESKTOP_GIB = 0.5
 SIDES_PX = (512, 640, 768, 1024)
 """The sizes that a transformer may be trained at."""
 RAM_GIB, MACHINE_GIB = 32, 28
 """The machine's memory, and how much of it is free."""
+HEADS = {"images": "encoding images", "texts": "encoding texts"}
+"""How the table of a plan calls a phase, where its name alone says too little."""
 TEXT = """# Plans
 
 This page shows what `lora-train plan` chooses and predicts for four GPUs. `scripts/plan_tables.py` writes the page
 without downloading or loading a base model. It assumes:
 
 * a GPU that is empty except for half a GiB that the desktop takes;
-* 28 GiB of free memory in the machine, for FLUX.2 dev 60;
-* 20 images at training resolution (18 trained, 2 held out);
+* 28 GiB of free RAM (60 GiB for FLUX.2 dev);
+* 20 images that already have the training resolution (18 to train on, 2 held out);
 * default settings.
 
-The predictions are **not yet measured** on these GPUs. They follow from the arithmetic of the networks and were
-compared with published measurements (tests/planning/test_memory.py). Times are estimates. The page shows the time of a
-step as a range. For a whole run it shows the middle of the range; the run may take half or twice as long.
+The predictions have **not yet been checked by measurements** on these GPUs. They are calculated from the sizes and
+operations of the networks, and were compared with published measurements (tests/planning/test_memory.py). Times are
+estimates. The page shows the time of a step as a range. For a whole run it shows the middle of the range; the run may
+take anywhere from half to twice as long.
 
 ## How the planner chooses
 
@@ -68,13 +73,13 @@ The planner tries combinations of four settings:
 * the number of images of a batch that go through the network at once.
 
 The planner never changes the batch size. If you set the precision of the base, that precision stays. If you set one of
-the other three settings, the planner may replace your value by one that needs less memory, never by one that needs
+the other three settings, the planner may replace your value with one that needs less memory, never with one that needs
 more. `planning/memory_choice.py` does this search.
 
 The priority decides between the combinations that fit:
 
-* `speed` and `balanced` take the combination with the fewest estimated seconds a step. These priorities also prefer
-  more bits: before the comparison, the seconds are multiplied by the factors below.
+* `speed` and `balanced` take the combination with the shortest estimated time per step. They also favour a more precise
+  base: before the comparison, the time of a base in 8 or 4 bits is multiplied by the factor below.
 * `quality` takes the most precise base that fits, and then the fastest combination for this base.
 
 | priority | factor for 8 bits | factor for 4 bits |
@@ -82,16 +87,16 @@ The priority decides between the combinations that fit:
 | `speed` | 1.1 | 1.2 |
 | `balanced` | 1.2 | 1.5 |
 
-Drawing sample images during training also needs memory, so a combination with room for them may have slower steps. The
-planner takes it if the precision of the base stays the same and a step is at most a fifth longer. Otherwise the run
-draws no sample images. If no combination fits at all, the run is refused, and the error names the nearest setting that
-fits.
+Drawing sample images during training also needs memory, so a combination that leaves room for them may be slower per
+step. The planner takes such a combination if it keeps the base in the same precision and a step takes at most a fifth
+longer. Otherwise the run draws no sample images. If no combination fits at all, the run is refused, and the error
+message names the smallest change of another setting that would fit.
 
 ## How long a run takes
 
-The time of a run is counted from the command to the finished file. It includes the start, caching, all steps,
-validation and sample images. What the finished LoRA has learned of each image is measured after that, for about a
-hundredth of the time. With 20 images, a run on these GPUs takes at most:
+The time of a run is the time from entering the command to the finished file. It includes startup, caching, all steps,
+validation and sample images. After that, lora-train measures how much of each image the finished LoRA has learned; this
+adds about 1 % to the time. With 20 images, a run on these GPUs takes at most:
 
 | priority | hours |
 | --- | ---: |
@@ -99,63 +104,66 @@ hundredth of the time. With 20 images, a run on these GPUs takes at most:
 | `balanced` | 3 |
 | `quality` | 8 |
 
-tests/scripts/test_tables.py checks these limits for every release. Three things decide the time: the size of the
-images, the number of updates and the sample images.
+tests/scripts/test_tables.py checks these limits for every public base model. They leave out the previews, which the
+table below includes and which take a few hundredths of the time. Three things decide the time: the size of the images,
+the number of updates and the sample images.
 
-**The size of the images.** A U-Net is always trained at its own size. A transformer has four possible sizes: its own
-size (1024 px), three quarters of it (768 px), five eighths (640 px) and half (512 px). The planner takes the largest
-of these sizes that fits the GPU and finishes 20 images within the hours above on an idle machine. If you set
-`data.resolution`, your value stays.
+**The size of the images.** A U-Net is always trained at its native resolution. A transformer can be trained at four
+sizes: its native resolution (1024 px), three quarters of it (768 px), five eighths (640 px) and half (512 px). The
+planner takes the largest of these sizes that fits the GPU and with which a run of 20 images finishes within the hours
+above, on a machine that does nothing else. If you set `data.resolution`, your value stays.
 
 `plan` shows the larger sizes and the time that they would take. For example, with `balanced` at 1024 px, FLUX.1 would
-train for 9 hours on 12 GB and for 8 hours on 16 GB. If no size finishes in time, the planner takes the fastest size,
-and `plan` warns. Other trainers use the same sizes:
+train for 9 hours on 12 GB and for 8 hours on 16 GB. If no size is fast enough, the planner takes the fastest one, and
+`plan` prints a warning. Other trainers use the same sizes:
 
 * OneTrainer's presets for 8 and 16 GB: 512 px for Chroma, FLUX.2 klein, Qwen-Image and Z-Image; 768 px in 4 bits for
   FLUX.1;
-* kohya_ss' preset for FLUX.1: 512 px;
+* the FLUX.1 preset of kohya_ss: 512 px;
 * ai-toolkit: a mixture of sizes that begins at 512 px.
 
-**The number of updates.** It is the same on all GPUs ([presets.md](presets.md)). The table shows it for 20 images and
-one image an update. ai-toolkit's FLUX.1 example has 2,000 updates and says "500 - 4000 is a good range".
-
-| base | `speed` | `balanced` | `quality` |
-| --- | ---: | ---: | ---: |
-| transformers | 500 | 1,500 | 3,000 |
-| Qwen-Image, the slowest | 440 | 1,200 | 3,000 |
-
+**The number of updates.** It is the same on all GPUs ([presets.md](presets.md)). The table shows it for up to 20 images
+and a batch size of 1. ai-toolkit's FLUX.1 example has 2,000 updates and says "500 - 4000 is a good range".
+"""
+SAMPLES = """\
 **Sample images.** They are drawn before the first step and at every save. If they would take more than 15 % of the time
-of the steps and more than three minutes, they are drawn at every second save, or only at the last. With `speed`, a
-transformer draws two samples instead of four (one for Lumina-Image 2.0 with the tier `10-12`).
+of the steps and more than three minutes, they are drawn at every second save, or only at the last. With `speed`, a run
+on a transformer draws two sample images instead of four. Exceptions are Lumina-Image 2.0 on GPUs of the tier `10-12`
+([presets.md](presets.md)), which draws one with `speed`, and Ideogram 4 (see below).
 
 A larger dataset takes longer: the number of steps grows with the number of images, up to 160 images. A slower GPU also
 takes longer. `plan` shows the time of each part of the run, and warns if the whole run takes longer than the hours
 above.
 
-FLUX.2 dev has 32 billion parameters, and these hours are not kept for it. On GPUs below 24 GiB a step takes half a
-minute, at the smallest size too, because the base model comes from the memory of the machine block by block. On
-24 GiB, `quality` takes a little over 8 hours. `plan` warns of both.
+FLUX.2 dev, with its 32 billion parameters, is an exception. On GPUs below 24 GiB, it takes longer than these hours: a
+step takes half a minute even at the smallest size, because the base model is copied from RAM block by block. On 24 GiB,
+`quality` takes a little over 8 hours. `plan` prints a warning in both cases.
 
-Sample images of Ideogram 4 are a fifth to a third of its hours. The second network that its guidance needs is read anew
-for each step of an image: from the memory of the machine where that has room for its 19 GB (9 in fp8), else from the
-disk. Its presets draw with the release's recipe of 20 steps (`speed`: 12) and two images (`quality`: four).
-`sampling.guidance_scale=1` draws without the second network, `sampling.every_steps=0` not at all.
+With Ideogram 4, the sample images take a fifth to two fifths of the time of a run. Its guidance needs a second network,
+which is read again for each step of an image: from RAM if its 19 GB (9 GB in fp8) fit there, otherwise from disk. Its
+presets draw one sample image with `speed`, two with `balanced` and four with `quality`, in the release's recommended 20
+steps (`speed`: 12). With `sampling.guidance_scale=1`, images are drawn without the second network; with
+`sampling.every_steps=0`, none are drawn.
 
-The table shows the hours of a run, and the size of its images in px:
+The table shows the hours of a run, and the size of its images in px. The RTX 3060 has more memory than the RTX 4060,
+but computes more slowly, so it trains some bases at a smaller size:
 """
-EDITS = """A base that edits images has the tokens of the reference images in its sequence too. The table shows
-`balanced` with one reference of the image's size; the same run without references is above (FLUX.1 Kontext as
-FLUX.1-dev). Where it takes longer than the hours above, `plan` warns, and `data.reference_resolution` makes it shorter:
+EDITS = """\
+A base that edits images also has to process the tokens of the reference images, so its runs take longer. The next table
+shows `balanced` with one reference image of the same size as the training image. The runs without reference images are
+in the table above (for FLUX.1 Kontext, see FLUX.1-dev). If a run takes longer than the hours above, `plan` prints a
+warning; a smaller `data.reference_resolution` shortens the run:
 """
-TIMES = """On a processor, the embedded miniature base is trained in minutes, but a base of true size takes days.
-So the tier `cpu` has no limit of hours.
+TIMES = """\
+On a CPU, the miniature base that comes with lora-train is trained in minutes, but a full-size base takes days. So the
+tier `cpu` has no time limit.
 """
 
 
 def page() -> str:
     """Return the whole page."""
     memory = (line for name in BASES for line in _base(name))
-    return "\n".join([TEXT, *_times(), EDITS, *_edits(), TIMES, *memory])
+    return "\n".join([TEXT, *_updates(), SAMPLES, *_times(), EDITS, *_edits(), TIMES, *memory])
 
 
 def releases() -> Iterator[str]:
@@ -257,6 +265,14 @@ def hours_of(made: Plan) -> float:
     return (made.run_time.seconds - middle(made.run_time.images)) / 3600
 
 
+def _updates() -> Iterator[str]:
+    yield _line(["family", *(f"`{name}`" for name in PRIORITIES)])
+    yield _line(["---", *("---:" for _ in PRIORITIES)])
+    for families, views in views_of_families():  # the batch size of all presets is 1 on a GPU
+        yield _line([families, *(f"{count * IMAGES:,}" for count in views)])
+    yield ""
+
+
 def _times() -> Iterator[str]:
     yield _line(["hours, px", *(f"{card}, {name}" for card in CARDS for name in PRIORITIES)])
     yield _line(["---", *("---:" for _ in CARDS for _ in PRIORITIES)])
@@ -340,11 +356,11 @@ def _rows(plans: list[Plan]) -> Iterator[tuple[str, list[str]]]:
         [f"**{gib(made.memory.peak_bytes)}** ({made.memory.peak_phase})" for made in plans],
     )
     yield (
-        "memory of the machine",
+        "RAM needed",
         [gib(made.host.peak_bytes) if made.host else "" for made in plans],
     )
     yield (
-        "seconds a step",
+        "seconds per step",
         [" to ".join(f"{seconds:.2g}" for seconds in made.seconds_per_step) for made in plans],
     )
 
@@ -352,8 +368,8 @@ def _rows(plans: list[Plan]) -> Iterator[tuple[str, list[str]]]:
 def _items(title: str, made: Plan) -> Iterator[str]:
     phases = made.memory.by_phase
     sizes = {phase: {item.name: item for item in items} for phase, items in phases.items()}
-    yield f"**{title}**, GiB\n"
-    yield _line(["", *phases, ""])
+    yield f"**{title}**, memory in GiB\n"
+    yield _line(["", *(HEADS.get(phase, phase) for phase in phases), ""])
     yield _line(["---", *("---:" for _ in phases), "---"])
     for name in _names(phases.values()):
         found = [items.get(name) for items in sizes.values()]

@@ -1,4 +1,6 @@
-"""Write the tables of docs/presets.md from presets/*.json: `python -m scripts.preset_table`.
+"""Write tables from presets/*.json: those of docs/presets.md, and that of views in docs/captions.md.
+
+`python -m scripts.preset_table`.
 
 One row for each tier and priority, resolved as a run would resolve it; one column for each setting
 that is not the same in all rows. tests/scripts/test_tables.py fails when the page holds other tables.
@@ -8,16 +10,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lora_trainer.config import PRIORITIES, Priority
 from lora_trainer.config.config import flatten, setting_keys
 from lora_trainer.config.layers import TIERS, AskedFor, load_presets, preset_families, resolve
+from lora_trainer.families.base.tables import head
 from scripts.marked_tables import with_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
+CAPTIONS_PAGE = PAGE.with_name("captions.md")
 
 
 def preset_tables() -> str:
@@ -28,6 +32,33 @@ def preset_tables() -> str:
 def with_preset_tables(page: str) -> str:
     """Return the text of docs/presets.md with new tables between its two markers."""
     return with_table(page, "presets", preset_tables())
+
+
+def views_of_families() -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield families with the same `train.views` on a GPU, by priority; the most usual views come last."""
+    names: dict[tuple[int, ...], list[str]] = {}
+    for family in preset_families():
+        names.setdefault(_views(family, "10-12"), []).append(head(family)["name"])
+    usual = max(names, key=lambda views: len(names[views]))
+    for views, found in names.items():
+        if views != usual:
+            yield ", ".join(found), views
+    yield "all other families", usual
+
+
+def with_view_table(page: str) -> str:
+    """Return the text of docs/captions.md with a new table of views between its two markers."""
+    rows = [*views_of_families(), ("the built-in miniature base", _views("sd15", "cpu"))]
+    lines = [
+        _line(["family", *(f"`{priority}`" for priority in PRIORITIES)]),
+        _line(["---", *("---:" for _ in PRIORITIES)]),
+        *(_line([name, *(f"{count} views" for count in views)]) for name, views in rows),
+    ]
+    return with_table(page, "views", "\n".join(lines) + "\n")
+
+
+def _views(family: str, tier: str) -> tuple[int, ...]:
+    return tuple(_settings(family, tier, priority)["train.views"] for priority in PRIORITIES)
 
 
 def _table(family: str) -> str:
@@ -70,9 +101,10 @@ def _line(values: Iterable[str]) -> str:
 
 
 def main() -> None:
-    """Rewrite the tables in docs/presets.md."""
-    PAGE.write_text(with_preset_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.stderr.write(f"wrote the preset table of {PAGE.name}\n")
+    """Rewrite the tables in docs/presets.md and docs/captions.md."""
+    for page, new in ((PAGE, with_preset_tables), (CAPTIONS_PAGE, with_view_table)):
+        page.write_text(new(page.read_text(encoding="utf-8")), encoding="utf-8")
+        sys.stderr.write(f"wrote the preset table of {page.name}\n")
 
 
 if __name__ == "__main__":

@@ -421,7 +421,7 @@ def _sampling(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
 def _outside(load: Load) -> Iterator[MemoryItem]:
     """Yield the device memory outside of tensors, taken in every phase."""
     kind = KINDS[load.device]
-    yield MemoryItem("runtime", kind.runtime_bytes, "libraries, and a GPU's context and kernels")
+    yield MemoryItem("runtime", kind.runtime_bytes, "libraries, GPU context and kernels")
     if not kind.own_memory:
         return
     library_bytes = THREADS * load.cublas_bytes + KERNELS_BYTES

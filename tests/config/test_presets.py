@@ -204,3 +204,33 @@ def test_what_the_page_says_of_our_rates_beside_those_of_others_is_what_the_pres
     klein = plan_tables.planned("black-forest-labs/FLUX.2-klein-base-9B", "16 GiB (RTX 4060 Ti)")
     updates, rate = f"{klein.steps:,}", klein.config.optimizer.learning_rate
     assert rate == 1e-4 and f"`balanced` ({updates} updates at 1e-4 for up to 20 images)" in page
+
+
+def test_what_the_pages_say_of_views_and_samples_is_what_the_presets_have() -> None:
+    presets, plans = (
+        re.sub(r"\s+", " ", (ROOT / "docs" / name).read_text(encoding="utf-8"))
+        for name in ("presets.md", "plans.md")
+    )
+    transformers = [name for name in families.NAMES if name not in ("sd15", "sd2", "sdxl")]
+    for priority, embedded in (("speed", 60), ("balanced", 120)):
+        configs = [
+            resolved(family=name, tier="10-12", priority=priority).config for name in transformers
+        ]
+        views = [config.train.views for config in configs]
+        said = f"{min(views)} to {max(views)} views instead of {embedded} with `{priority}`"
+        assert said in presets
+        assert resolved(family="sd15", tier="cpu", priority=priority).config.train.views == embedded
+    assert "draws two sample images instead of four" in plans
+    assert "one sample image with `speed`, two with `balanced` and four with `quality`" in plans
+    usual = {"speed": 2, "balanced": 4, "quality": 4}
+    for family, tier, priority in itertools.product(transformers, layers.TIERS[1:], PRIORITIES):
+        config = resolved(family=family, tier=tier, priority=priority).config
+        expected = (
+            {"speed": 1, "balanced": 2, "quality": 4}[priority]
+            if family == "ideogram4"
+            else usual[priority]
+        )
+        if (family, tier, priority) == ("lumina2", "10-12", "speed"):
+            expected = 1
+        assert config.sampling.prompts_from_captions == expected, (family, tier, priority)
+        assert config.train.batch_size == 1, (family, tier, priority)

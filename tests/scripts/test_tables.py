@@ -114,3 +114,15 @@ def test_defaults_fit_and_end_in_an_evening(source: str, priority: Any) -> None:
         steps = [made.steps * seconds for seconds in made.seconds_per_step]
         assert whole.parts["steps"] == tuple(steps)
         assert whole.low_s < whole.seconds < whole.high_s < 2 * whole.seconds
+
+
+def test_sample_images_of_ideogram_take_the_share_that_the_page_says() -> None:
+    source = next(each for each in plan_tables.releases() if "Ideogram" in each)
+    times = [
+        plan_tables.planned(source, card, priority).run_time
+        for card in plan_tables.CARDS
+        for priority in PRIORITIES
+    ]
+    shares = [middle(each.parts["sample images"]) / each.seconds for each in times]
+    assert "a fifth to two fifths of the time of a run" in " ".join(plan_tables.SAMPLES.split())
+    assert (round(5 * min(shares)), round(5 * max(shares))) == (1, 2)
