@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from lora_trainer.reporting.status import read_status
 
 from . import brought, runs
 from .brought import SUFFIX
+from .clock import day_text, moment_text
 from .lora_names import BestPicture, name_now, read_names, write_names
 from .run_best import read_best, recommended, standing
 from .workplace import Workplace
@@ -362,13 +362,12 @@ def _entries_of(folder: Path, run: runs.RunEntry) -> Iterator[Entry]:
 
 def day_of(file: LoraFile) -> str:
     """Return the day a file was written, in this machine's time zone."""
-    return minute_of(file).partition(" ")[0]
+    return day_text(file.changed_ns / 1e9)
 
 
 def minute_of(file: LoraFile) -> str:
     """Return the day and the time of day that a file was written, which tells two of one day apart."""
-    written = datetime.fromtimestamp(file.changed_ns / 1e9, UTC).astimezone()
-    return written.strftime("%Y-%m-%d %H:%M")
+    return moment_text(file.changed_ns / 1e9)
 
 
 def result_of(folder: Path) -> Entry | None:

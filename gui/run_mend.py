@@ -7,13 +7,15 @@ for a button that trains again with it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lora_trainer.config.config import SettingInfo, all_settings
 from lora_trainer.reporting.run_record import RunRecord
 
 from .run_settings import chosen_settings, preset_values
 from .run_state import Look
+from .server.language import ENGLISH
+from .server.translation import Words
 from .setting_text import text_of
 
 _SET = re.compile(r"--set[ =](?P<key>[a-z_]+\.[a-z0-9_]+)=(?P<value>[^\s,;]+)")
@@ -23,19 +25,20 @@ _SET = re.compile(r"--set[ =](?P<key>[a-z_]+\.[a-z0-9_]+)=(?P<value>[^\s,;]+)")
 class Mend:
     """A setting that is to be typed as `text`, or left to the preset, whose value that is."""
 
-    setting: SettingInfo
+    setting: SettingInfo = field(repr=False)
     text: str
     is_usual: bool = False
 
-    @property
-    def label(self) -> str:
-        """What the button says."""
-        name = self.setting.label.lower()
-        if self.is_usual:
-            if self.text in ("", "auto"):
-                return f"Train again, {name} as usual"
-            return f"Train again with the usual {name}, {self.text}"
-        return f"Train again with {name} {self.text}"
+    def said(self, _: Words) -> str:
+        """Return what the button says."""
+        name = _(self.setting.label)
+        if _.code == ENGLISH:  # a noun of some languages is capital within a sentence, too
+            name = name.lower()
+        if not self.is_usual:
+            return _("Train again with {text} {#}", name, self.text)
+        if self.text in ("", "auto"):
+            return _("Train again, {text} as usual", name)
+        return _("Train again with the usual {text}, {#}", name, self.text)
 
 
 def mend_of(seen: Look, record: RunRecord) -> Mend | None:

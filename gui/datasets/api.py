@@ -7,7 +7,6 @@ its listing. Outputs: cards and history as plain values. All changes go through 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from lora_trainer.dataset.listing import ImageFile, list_dataset
 from lora_trainer.reporting.history import number
 
 from .. import jobs
+from ..clock import day_text
 from ..uploads import is_uploaded
 from ..workplace import Workplace
 from . import caption_job, check, crop_edit, exclusion, findings, mask_edit, notes, requests
@@ -475,7 +475,7 @@ def _steps(history: History) -> Json:
 
 
 def _day(time_s: float) -> str:
-    return time.strftime("%Y-%m-%d", time.localtime(time_s)) if time_s else ""
+    return day_text(time_s) if time_s else ""
 
 
 def _named(pictures: Sequence[ImageFile]) -> str:

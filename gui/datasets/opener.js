@@ -143,7 +143,7 @@ function folderCard(folder) {
     about.textContent = [
       answer.images === 1 ? say("1 image") : say("{#} images", answer.images.toLocaleString("en")),
       lacking ? say("{#} without a caption", lacking.toLocaleString("en")) : say("all with captions"),
-      answer.used.replaceAll("-", "\u2011"), // a date stays on its line
+      answer.used.replaceAll(" ", "\u00a0"), // a date stays on its line
     ].slice(answer.images ? 0 : 2).filter(Boolean).join(" \u00b7 ");
     place.textContent = place.title = answer.uploaded ? "" : folder;
     images.replaceChildren(...answer.shown.map((file) => make("img", {

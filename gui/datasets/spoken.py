@@ -9,7 +9,7 @@ from typing import Any
 from ..server.translation import Words, words
 
 # By their keys: a sentence, a list of sentences, a list of cards.
-_SENTENCES = frozenset({"error", "problem", "redo", "said", "step", "trained_as", "undo"})
+_SENTENCES = frozenset({"error", "problem", "redo", "said", "step", "trained_as", "undo", "used"})
 _LISTS = frozenset({"instead", "left", "problems"})
 _CARDS = frozenset({"cards", "excluded", "pictures"})
 

@@ -248,31 +248,31 @@ def _ended(work: Workplace, run: RunEntry, _: Words) -> Ended:
         said=_ENDED[status.state],
         why=inline_sentence(what, _) if what else None,
         cure=inline(cure.rstrip(". "), _) if cure else None,
-        mended=_mended(work, run) if cure else None,
+        mended=_mended(work, run, _) if cure else None,
         step=f"{status.step:,}",
         steps=f"{status.steps:,}" if status.steps else "",
         fraction=status.step / status.steps if status.steps else 0.0,
         again=_again(run.name),
         resumes=status.state != "finished" and status.exit_code != TrainingStopped.exit_code,
-        lora=_result(work, run),
+        lora=_result(work, run, _),
     )
 
 
-def _mended(work: Workplace, run: RunEntry) -> tuple[str, str] | None:
+def _mended(work: Workplace, run: RunEntry, _: Words) -> tuple[str, str] | None:
     folder = work.runs / run.name
     try:
         record = read(folder)
     except (LoraTrainError, OSError):  # the run's own page says so
         return None
     mend = mend_of(look(folder, run.status, now_s=time.time()), record)
-    return None if mend is None else (mend.label, _again(run.name, mended="1"))
+    return None if mend is None else (mend.said(_), _again(run.name, mended="1"))
 
 
 def _again(run: str, **more: str) -> str:
     return "/train?" + urlencode({"again": run, **more})
 
 
-def _result(work: Workplace, run: RunEntry) -> Result | None:
+def _result(work: Workplace, run: RunEntry, _: Words) -> Result | None:
     found = result_of(work.runs / run.name)
     if found is None:
         return None
@@ -280,7 +280,7 @@ def _result(work: Workplace, run: RunEntry) -> Result | None:
         page=LIBRARY + "?" + urlencode({"file": found.file.ref}),
         file=run_url(run.name, found.file.path.name),
         base=title(found.header.base),
-        written=day_of(found.file),
+        written=_.message(day_of(found.file)),
         good=found.validation,
     )
 

@@ -22,6 +22,7 @@ from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.status import read_status
 
 from .. import command_lines
+from ..clock import clock_text
 from ..own_load import own_load
 from ..plan_view import from_now_s, load_of, span
 from ..server.translation import Words
@@ -113,7 +114,7 @@ class Times:
                 continue
             takes = span(pair, said)
             if starts_at_once and math.isfinite(ends_s):
-                ends = clock_text(ends_s, now_s=now_s)
+                ends = said.message(clock_text(ends_s, now_s=now_s))
                 length = said("takes {text}, finishes at about {}", takes, ends)
             else:
                 length = said("takes {text}", takes)
@@ -191,10 +192,3 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield option, value
         else:
             yield word, next(rest, "")
-
-
-def clock_text(at_s: float, *, now_s: float) -> str:
-    """Return a time of day, with its date where it is another day."""
-    at, now = time.localtime(at_s), time.localtime(now_s)
-    is_today = (at.tm_year, at.tm_yday) == (now.tm_year, now.tm_yday)
-    return time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M", at)

@@ -29,6 +29,7 @@ from lora_trainer.reporting.run_record import read
 from lora_trainer.reporting.status import RunStatus, read_status
 
 from .. import run_actions
+from ..clock import clock_text
 from ..command_lines import command_line
 from ..datasets import check
 from ..library.preview import small_url
@@ -42,7 +43,7 @@ from ..server.language import ENGLISH
 from ..server.templates import render
 from ..server.translation import Words, words
 from ..workplace import Workplace
-from .times import clock_text, dataset_of
+from .times import dataset_of
 
 MAX_ENDED = 30
 _PICTURE_PX = 192
@@ -247,7 +248,7 @@ def _running(work: Workplace, item: Item, said: Words) -> Running:
         said=message,
         left=said.message(left_text(status)) if status is not None and not download else "",
         left_from=_left_from(status, said),
-        finishes=_finishes(status) if status is not None and not download else "",
+        finishes=said.message(_finishes(status)) if status is not None and not download else "",
         device=item.device[:_DEVICE_LENGTH] if item.device else "",
         percent=100 * fraction,
         stops=_is_stopping(work, item),
@@ -271,7 +272,7 @@ def _ended(work: Workplace, item: Item, said: Words) -> Ended:
     return Ended(
         **Row.facts(work, item),
         state=item.state,
-        when=clock_text(item.ended_s or 0.0, now_s=time.time()),
+        when=said.message(clock_text(item.ended_s or 0.0, now_s=time.time())),
         resumes=resumes,
         found=found,
         fix=fix,

@@ -30,7 +30,7 @@ from .. import plan_view
 from ..markup import inline, inline_sentence
 from ..media import run_url
 from ..run_best import exports, losses, read_best, recommended, standing_of
-from ..run_mend import mend_of
+from ..run_mend import Mend, mend_of
 from ..run_state import (
     FINISHING,
     PACE_STEPS,
@@ -67,8 +67,8 @@ class Head:
     """Why it ended before its end, and what to do about it."""
     again: str
     """Trains again with changes, beside `mended`; empty without that."""
-    mended: tuple[str, str] | None
-    """The label and the address of what trains again with the change that the end advises."""
+    mended: tuple[Mend, str] | None
+    """What trains again with the change that the end advises."""
     remarks: tuple[str, ...]
 
 
@@ -103,7 +103,7 @@ def head(seen: Look, history: RunHistory) -> Head:
         lora=take(seen, history),
         ended=_ended(seen, history),
         again="" if mend is None else _again(run),
-        mended=None if mend is None else (mend.label, _again(run, mended="1")),
+        mended=None if mend is None else (mend, _again(run, mended="1")),
         remarks=tuple(remarks(seen, history)),
     )
 

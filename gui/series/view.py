@@ -29,11 +29,12 @@ from lora_trainer.tuning.study import STUDY_FILE, read_record
 from lora_trainer.tuning.tune import gains_of
 
 from .. import runs, variants
+from ..clock import clock_text
 from ..held_out_chart import COLOURS, Learned, held_out_chart
 from ..lora_files import result_of
 from ..markup import setting_said
 from ..media import run_url
-from ..queue.times import clock_text, dataset_of
+from ..queue.times import dataset_of
 from ..run.starting import shown_photos
 from ..run_best import losses, standing_of
 from ..run_state import FINISHING, left_text
@@ -240,7 +241,7 @@ def _awaited(work: Workplace, _: Words) -> str:
     if math.isnan(left[first]):
         return _("None has begun yet: the first one starts when {} ends.", first)
     now_s = time.time()
-    at = clock_text(now_s + left[first], now_s=now_s)
+    at = _.message(clock_text(now_s + left[first], now_s=now_s))
     return _("None has begun yet: the first one starts when {} ends, at about {}.", first, at)
 
 

@@ -28,6 +28,7 @@ _PLACEHOLDER = re.compile(r"\{(?:text|#)?\}")
 _NUMBER = re.compile(r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?![\w]*[.,]\d)")
 _DAYS, _IN_DAYS = "{#} days", re.compile(r"([\d.,]+) days\b")
 _SAMPLE = "1,234.5"
+_VALUE_WORDS = frozenset({"on", "off", "none", "empty"})  # what `value_text` says of values that are not figures
 _REMEMBERED = 4096
 """Messages of a language whose translation is kept: a page says a setting or a rate of the run again and again."""
 _FIGURE = r"(\d[^A-Za-z]*?(?:(?:[KMG]iB|B|days|h|min|ms|px|s|e-?\d+)\b[^A-Za-z]*?)*)"
@@ -67,6 +68,12 @@ class Words:
     def _separators(self) -> tuple[str, str]:
         shown = self.texts.get(_SAMPLE, _SAMPLE)
         return shown[-2], shown[1]
+
+    def value(self, written: str) -> str:
+        """Return the value of a setting, as `value_text` writes it; what somebody typed stays as it is."""
+        if written in _VALUE_WORDS or re.fullmatch(_FIGURE, written):
+            return self.message(written)
+        return written
 
     def message(self, english: str) -> str:
         """Return a text that was put together elsewhere, such as what a training says of itself.

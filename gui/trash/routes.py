@@ -6,7 +6,6 @@ before somebody empties the trash.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import StringConstraints
 from starlette.routing import Route
 
+from ..clock import moment_text
 from ..media import thumb_url
 from ..server.pages import Body, Nothing, Text, answer, page
 from ..server.translation import Words
@@ -86,7 +86,7 @@ def listed(work: Workplace, said: Words) -> Mapping[str, Any]:
             "name": called(thrown, said),
             "picture": small_url(store.picture(work, thrown)),
             "size_bytes": store.size_bytes(work, thrown),
-            "when": time.strftime("%Y-%m-%d %H:%M", time.localtime(thrown.thrown_s)),
+            "when": said.message(moment_text(thrown.thrown_s)),
         }
         for thrown in store.contents(work)
     ]

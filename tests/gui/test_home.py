@@ -234,7 +234,10 @@ def test_a_failed_run_says_what_to_do_whole_and_has_its_button(work: Workplace) 
     file.write_text(json.dumps(record))
     html = cards(work)
     assert "What to do:" in html and "which suits most images." in html
-    assert "again=poor&amp;mended=1" in html and "Train again with the usual learning rate" in html
+    assert "again=poor&amp;mended=1" in html
+    assert "Train again with the usual learning rate, 0.0001" in html
+    german = cards(work, "de")
+    assert "Noch einmal trainieren, Lernrate wie üblich: 0,0001" in german, german
 
 
 def test_what_waits_is_on_home_and_leads_to_the_queue(work: Workplace) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from lora_trainer.gui import command_lines, drafts, jobs
+from lora_trainer.gui import clock, command_lines, drafts, jobs
 from lora_trainer.gui.datasets import check
 from lora_trainer.gui.queue import routes, times, view
 from lora_trainer.gui.server.translation import words
@@ -494,7 +494,11 @@ def test_each_waiting_training_says_how_long_it_takes_and_when_it_finishes(
     assert found.of_waiting(ENGLISH)[ids["a"]].endswith(
         "takes about 20 min, beside the programs that run now"
     )
-    assert times.clock_text(noon_s + 86_400, now_s=noon_s) == "2026-12-01 12:00"
+    tomorrow = clock.clock_text(noon_s + 86_400, now_s=noon_s)
+    assert tomorrow == "1 Dec 2026, 12:00"
+    assert words("de").message(tomorrow) == "1. Dez. 2026, 12:00"
+    for value, german in (("0.002", "0,002"), ("none", "keine"), ("none of it", "none of it")):
+        assert words("de").value(value) == german
 
 
 def test_a_draft_is_planned_without_the_training_that_will_have_ended(
