@@ -63,6 +63,7 @@ class Beginning:
     run: str
     url: str
     said: str
+    is_download: bool = False
 
 
 def beginning(work: Workplace, entries: Sequence[RunEntry]) -> tuple[Beginning, ...]:
@@ -100,7 +101,14 @@ def _beginning(work: Workplace, item: Item, entries: Sequence[RunEntry]) -> Begi
     if download is not None:
         here, whole = bytes_text(download.here_bytes), bytes_text(download.all_bytes)
         said = f"downloading the base model {download.source}: {here} of {whole}"
-    return Beginning(item=item, name=run or item.label or item.id, run=run, url=url, said=said)
+    return Beginning(
+        item=item,
+        name=run or item.label or item.id,
+        run=run,
+        url=url,
+        said=said,
+        is_download=download is not None,
+    )
 
 
 def _goes_on(work: Workplace, item: Item, entries: Sequence[RunEntry]) -> str:

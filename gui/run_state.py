@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,7 @@ from lora_trainer.queue import commands
 from lora_trainer.queue.commands import Download, Item
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.history import RunHistory, is_recovery
-from lora_trainer.reporting.status import STOPPING, RunStatus
+from lora_trainer.reporting.status import FIRST_STEPS, STOPPING, RunStatus
 
 # How long a trainer may take to obey `stop_now` before its process may be ended.
 END_AFTER_S = 15.0
@@ -29,6 +29,7 @@ SILENT_AFTER_S = 120.0
 RESUMABLE = frozenset({"interrupted", "stopped", "failed"})
 FINISHING = "finishing"
 _FINISHING_S = 1.0
+_BY_SECONDS_S, _BY_TENS_S, _BY_MINUTES_S, _MINUTE_S = 60.0, 10.0, 300.0, 60.0
 PACE_STEPS = 50
 _DOING = {
     "": "Starting.",
@@ -56,6 +57,10 @@ _STARTING = (
     (frozenset({"base", "sample"}), "See what the base model does before the training"),
     (frozenset({"train"}), "Train the first step"),
 )
+_OF_A_SLIDER = {
+    "Check your images": "Read the words of the slider",
+    "Prepare the images and captions": "Prepare the words",
+}
 _PHASES_OF_STAGES = {"caching": "cache", "training": "train"}
 _COUNTED = frozenset({"cache", "sample", "scan"})
 
@@ -201,7 +206,14 @@ class Stage:
     number: Callable[[int], str] = "{:,}".format
 
 
-def downloading(download: Download) -> tuple[Stage, ...]:
+def _stages(*, is_slider: bool) -> Sequence[tuple[Set[str], str]]:
+    """Return the stages up to the first step with their phases; a slider learns from words, and has no images."""
+    if not is_slider:
+        return _STARTING
+    return [(phases, _OF_A_SLIDER.get(name, name)) for phases, name in _STARTING]
+
+
+def downloading(download: Download, *, is_slider: bool) -> tuple[Stage, ...]:
     """Return the stages of a run whose base is being downloaded, before it has a folder."""
     come = Stage(
         name=f"Download the base model {download.source}",
@@ -210,29 +222,30 @@ def downloading(download: Download) -> tuple[Stage, ...]:
         total=download.all_bytes,
         number=bytes_text,
     )
-    return (come, *(Stage(name=name, state="later") for _, name in _STARTING))
+    return (come, *(Stage(name=name, state="later") for _, name in _stages(is_slider=is_slider)))
 
 
-def setting_out() -> tuple[Stage, ...]:
+def setting_out(*, is_slider: bool) -> tuple[Stage, ...]:
     """Return the stages of a run that has no folder yet: the program starts, then reads the images."""
     start = Stage(name="Start the program", state="now")
-    return (start, *(Stage(name=name, state="later") for _, name in _STARTING))
+    return (start, *(Stage(name=name, state="later") for _, name in _stages(is_slider=is_slider)))
 
 
-def starting(seen: Look) -> tuple[Stage, ...]:
+def starting(seen: Look, *, is_slider: bool) -> tuple[Stage, ...]:
     """Return the stages up to the first step of a run that has not done it since it started or resumed."""
     status = seen.status
     phase = status.phase or _PHASES_OF_STAGES.get(status.stage, "")
     if status.state != "running" or seen.stopping or status.steps_here:
         return ()
-    now = next((at for at, (phases, _) in enumerate(_STARTING) if phase in phases), None)
+    stages = _stages(is_slider=is_slider)
+    now = next((at for at, (phases, _) in enumerate(stages) if phase in phases), None)
     if now is None:
         return ()
     parts = (status.done, status.total) if phase in _COUNTED else (0, 0)
     return (
-        *(Stage(name=name, state="done") for _, name in _STARTING[:now]),
-        Stage(name=_STARTING[now][1], state="now", done=parts[0], total=parts[1]),
-        *(Stage(name=name, state="later") for _, name in _STARTING[now + 1 :]),
+        *(Stage(name=name, state="done") for _, name in stages[:now]),
+        Stage(name=stages[now][1], state="now", done=parts[0], total=parts[1]),
+        *(Stage(name=name, state="later") for _, name in stages[now + 1 :]),
     )
 
 
@@ -339,9 +352,12 @@ def _goes_on_from(history: RunHistory) -> str:
 
 
 def left_text(status: RunStatus) -> str:
-    """Return a time left that nobody takes for exact: `about 38 min`; FINISHING for none, empty if unknown."""
+    """Return a time left that nobody takes for exact: `about 38 min`; FINISHING for none, empty if unknown.
+
+    Before the first steps only the plan says how long it takes, as a range: a time that is left would be its middle.
+    """
     seconds = status.left_s
-    if not math.isfinite(seconds) or seconds < 0:
+    if status.steps_here < FIRST_STEPS or not math.isfinite(seconds) or seconds < 0:
         return ""
     if status.step and seconds < _FINISHING_S:
         return FINISHING
@@ -349,5 +365,8 @@ def left_text(status: RunStatus) -> str:
 
 
 def rough_text(seconds: float) -> str:
-    """Return a time that is only estimated, without parts of a second: `38 s`, `2 min 20 s`."""
-    return duration_text(seconds) if seconds >= 60 else f"{math.ceil(seconds)} s"
+    """Return a time that is only estimated, in steps that it is good for: `38 s`, `2 min 20 s`, `12 min`."""
+    if seconds < _BY_SECONDS_S:
+        return f"{math.ceil(seconds)} s"
+    step_s = _BY_TENS_S if seconds < _BY_MINUTES_S else _MINUTE_S
+    return duration_text(step_s * round(seconds / step_s)).removesuffix(" 00 s")

@@ -60,7 +60,9 @@ def routes(work: Workplace) -> list[Route]:
         samples = sample_sheet(
             folder, history, exported=exports(folder, history), best=read_best(folder), _=_
         )
-        settings = {_(name): _.value(value) for name, value in compared_settings(history.run).items()}
+        settings = {
+            _(name): _.value(value) for name, value in compared_settings(history.run).items()
+        }
         return {**samples, "settings": settings, "facts": list(_facts(folder, history, _))}
 
     def curves(asked: Curves, _: Words) -> Mapping[str, Any]:

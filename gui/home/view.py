@@ -73,11 +73,10 @@ class Now(Card):
 
 @dataclass(frozen=True, kw_only=True)
 class Shots:
-    """Addresses of pictures, what they are, and a note that is written on pictures of something else than expected."""
+    """Addresses of pictures, and what they are."""
 
     urls: tuple[str, ...]
     alt: str
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,13 +176,10 @@ def _device(machine: Hardware, _: Words) -> str:
 
 
 def _now(work: Workplace, run: RunEntry, seen: LiveTraining, _: Words) -> Now:
-    shots = _shots(work, run.name, _)
-    if not shots.urls:
-        shots = _learned(work, command_lines.recorded_dataset(work.runs / run.name), _)
     return Now(
         name=run.name,
         url=page_url(run.name),
-        shots=shots,
+        shots=_shots(work, run.name, _),
         fraction=seen.fraction,
         far=f"{seen.percent} %",
         left=_left(seen, _),
@@ -207,7 +203,7 @@ def _about_to(work: Workplace, begins: Beginning, _: Words) -> Now:
         fraction=0.0,
         far=_("starting"),
         left="",
-        said=_.message(begins.said),
+        said=_.message(begins.said) if begins.is_download else "",
         item=begins.item.id,
     )
 
@@ -286,12 +282,17 @@ def _result(work: Workplace, run: RunEntry, _: Words) -> Result | None:
 
 
 def _shots(work: Workplace, run: str, _: Words) -> Shots:
-    """Return the newest pictures of a run."""
+    """Return the newest pictures of a run; until it has drawn one of its own, the images that it learns."""
     folder = work.runs / run
     found = newest_pictures(folder)
+    if not found.files or found.of_base:
+        learned = _learned(work, command_lines.recorded_dataset(folder), _)
+        if learned.urls:
+            return learned
     files = found.files[:_NOW_SAMPLES]
     return Shots(
         urls=tuple(run_url(run, *file.relative_to(folder).parts) for file in files),
-        alt=_("newest sample of {}", run),
-        note=_("base, no sample of its own yet") if found.of_base else "",
+        alt=_("drawn by the base, before {} learned", run)
+        if found.of_base
+        else _("newest sample of {}", run),
     )

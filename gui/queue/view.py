@@ -18,6 +18,7 @@ from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.wording import bytes_text, one_line, without_secrets
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.listing import list_dataset
+from lora_trainer.dataset.slider_file import is_slider_file
 from lora_trainer.queue import commands, rules, worker
 from lora_trainer.queue.commands import Item
 from lora_trainer.queue.rules import read_rules
@@ -28,7 +29,7 @@ from lora_trainer.reporting.history import sequence
 from lora_trainer.reporting.run_record import read
 from lora_trainer.reporting.status import RunStatus, read_status
 
-from .. import run_actions
+from .. import run_actions, slider_words
 from ..clock import clock_text
 from ..command_lines import command_line
 from ..datasets import check
@@ -70,9 +71,12 @@ class Row:
     command: str
     base: str
     picture: str
+    is_slider: bool
+    learns: str = ""
+    """What it learns from, of one that trains or waits."""
 
     @classmethod
-    def facts(cls, work: Workplace, item: Item) -> Mapping[str, str]:
+    def facts(cls, work: Workplace, item: Item) -> Mapping[str, Any]:
         """Return what every row says of its item."""
         return {
             "id": item.id,
@@ -81,6 +85,7 @@ class Row:
             "command": command_line(item.argv) if item.argv else "",
             "base": _base(work, item),
             "picture": _picture(work, item),
+            "is_slider": _is_slider(dataset_of(item)),
         }
 
 
@@ -139,7 +144,11 @@ def shown(work: Workplace, said: Words) -> Mapping[str, Any]:
         "rules": read_rules(work.runs),
         "trains": any(item.state == "running" for item in items),
         "running": [_running(work, item, said) for item in items if item.state == "running"],
-        "waiting": [Row(**Row.facts(work, item)) for item in items if item.state == "waiting"],
+        "waiting": [
+            Row(**Row.facts(work, item), learns=_learns(work, item, said))
+            for item in items
+            if item.state == "waiting"
+        ],
         "ended": [_ended(work, item, said) for item in ended[:MAX_ENDED]],
         "left_out": len(ended) - MAX_ENDED,
         "has_finished": bool(_finished(items)),
@@ -237,6 +246,7 @@ def _stop(work: Workplace, id: str, said: Words) -> str:
 def _running(work: Workplace, item: Item, said: Words) -> Running:
     status = _status(work, item)
     fraction = min(1.0, status.step / status.steps) if status and status.steps else 0.0
+    left = left_text(status) if status is not None else ""
     message = said.message(_doing(status)).removesuffix(".")
     download = commands.download_of(work.runs, item)
     if download is not None:
@@ -245,10 +255,13 @@ def _running(work: Workplace, item: Item, said: Words) -> Running:
         message = said("downloading the base model {}: {} of {}", download.source, here, whole)
     return Running(
         **Row.facts(work, item),
+        learns=_learns(work, item, said),
         said=message,
-        left=said.message(left_text(status)) if status is not None and not download else "",
+        left=said.message(left) if not download else "",
         left_from=_left_from(status, said),
-        finishes=said.message(_finishes(status)) if status is not None and not download else "",
+        finishes=said.message(_finishes(status))
+        if status is not None and left and not download
+        else "",
         device=item.device[:_DEVICE_LENGTH] if item.device else "",
         percent=100 * fraction,
         stops=_is_stopping(work, item),
@@ -343,6 +356,26 @@ def _picture(work: Workplace, item: Item) -> str:
     whole = (picture.name for picture in pictures if picture.name not in broken)
     name = next(whole, "")
     return thumb_url(folder, name, size_px=_PICTURE_PX) if name else ""
+
+
+def _is_slider(dataset: Path | None) -> bool:
+    return dataset is not None and is_slider_file(dataset)
+
+
+def _learns(work: Workplace, item: Item, said: Words) -> str:
+    """Return what a training learns from: how many images, or the words of a slider; empty where that is not known."""
+    dataset = dataset_of(item)
+    try:
+        if dataset is None or not work.allows(dataset.resolve()):
+            return ""
+        if _is_slider(dataset):
+            first = next(iter(slider_words.read(dataset)))
+            ends = [text for text in (first.less, first.more) if text]
+            return said("a slider: {}", " \u2194 ".join(ends))
+        count = len(list_dataset(dataset, settings=DataSettings()).pictures)
+    except (LoraTrainError, OSError, ValueError, StopIteration):  # which the training itself says
+        return ""
+    return said("1 image") if count == 1 else said("{#} images", f"{count:,}")
 
 
 def _name(item: Item) -> str:

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlencode
 
 from lora_trainer.common.wording import (
@@ -20,6 +21,7 @@ from lora_trainer.common.wording import (
     step_seconds_text,
 )
 from lora_trainer.config.inputs import MINIATURES
+from lora_trainer.dataset.slider_file import is_slider_file
 from lora_trainer.hardware.nvml import CardState
 from lora_trainer.reporting.best_step import AS_GOOD, held_out, judgement
 from lora_trainer.reporting.charts import Html
@@ -43,9 +45,11 @@ from ..run_state import (
     starting,
     step_s,
 )
+from ..server.language import ENGLISH
 from ..server.templates import render
-from ..server.translation import Words
+from ..server.translation import Words, words
 
+_ENGLISH = words(ENGLISH)
 _LOSS_STEPS = 20
 # A training is called longer than planned from so many times the longest time of the plan on.
 _LONGER = 1.3
@@ -91,6 +95,10 @@ class Take:
     again: str
 
 
+def _is_slider(history: RunHistory) -> bool:
+    return is_slider_file(Path(history.run.dataset.name))
+
+
 def head(seen: Look, history: RunHistory) -> Head:
     """Return the head of the page of a run."""
     status, run = seen.status, seen.folder.name
@@ -99,7 +107,7 @@ def head(seen: Look, history: RunHistory) -> Head:
         state=status.state,
         said=sentence(seen, history),
         fraction=status.step / status.steps if status.steps else 0.0,
-        stages=starting(seen),
+        stages=starting(seen, is_slider=_is_slider(history)),
         lora=take(seen, history),
         ended=_ended(seen, history),
         again="" if mend is None else _again(run),
@@ -243,7 +251,10 @@ def figures(seen: Look, history: RunHistory, *, best_step: int = 0) -> Iterator[
         yield "Steps", f"{status.step:,} of {status.steps:,}", f"{_percent(seen)} %"
     if status.state == "running" and not seen.stopping:
         left = left_text(status)
-        if left:
+        planned = plan_view.from_now_s(history.run.plan.time)
+        if planned is not None and not left and not status.steps_here:
+            yield "Takes", plan_view.span(planned, _ENGLISH), status.left_from
+        elif left:
             yield "Time left", left, "" if left == FINISHING else _told_from(seen, history)
     elif history.seconds:
         yield "Took", duration_text(history.seconds), ""

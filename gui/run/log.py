@@ -129,6 +129,8 @@ def _words(event: Event) -> str:
             return f"{goes_on}: {differences}" if differences else goes_on
         case Cached():
             made = f"{_count(event.latents)} images and {_count(event.texts)} captions"
+            if event.latents == 0 == event.masks:  # of a slider, or all images were there already
+                made = f"{_count(event.texts)} {'prompt' if event.texts == 1 else 'prompts'}"
             return f"Cached {made} in {duration_text(event.seconds)}, " + (
                 f"{_count(event.found)} were there already"
             )
@@ -186,9 +188,12 @@ def _words(event: Event) -> str:
 def _started(event: RunStarted) -> str:
     if event.resumed_from is not None:
         return f"Started again from step {event.resumed_from:,}"
+    data = f"{_count(event.images)} images"
+    if event.directions > 0:  # not a number in runs of releases without sliders
+        data = "the words of a slider"
     return (
-        f"Started: {_count(event.steps)} steps of batch {_count(event.batch_size)} on "
-        f"{_count(event.images)} images, {event.base} on {event.device}"
+        f"Started: {_count(event.steps)} steps of batch {_count(event.batch_size)} on {data}, "
+        f"{event.base} on {event.device}"
     )
 
 

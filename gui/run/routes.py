@@ -89,8 +89,8 @@ def routes(work: Workplace) -> list[Route]:
         if folder is None:
             return {**view.missing(run, _, thrown=store.holding(work, run)), "starting": None}
         dataset = command_lines.recorded_dataset(folder)
-        photos = starting.photos(work, dataset) if dataset else ()
-        return {**view.shown(folder, followed, _), "starting": None, "photos": photos}
+        learned = starting.learned(work, dataset) if dataset else {}
+        return {**view.shown(folder, followed, _), **learned, "starting": None}
 
     def started(asked: Started, _: Words) -> Mapping[str, Any]:
         def act() -> Mapping[str, Any]:
@@ -148,13 +148,13 @@ def begun(work: Workplace, draft_id: str, _: Words) -> Mapping[str, Any] | Respo
     now = starting.look(work, draft, _)
     if now.url:
         return RedirectResponse(now.url, status_code=303)
-    photos = starting.photos(work, command_lines.dataset_of(draft, work))
     return {
         "run": None,
         "starting": now,
         "draft": draft.id,
         "stamp": stamped(now)["stamp"],
-        "photos": photos,
+        **starting.learned(work, command_lines.dataset_of(draft, work)),
+        **starting.chosen(draft, _),
         "seconds": starting.seconds_ago(work, draft),
     }
 

@@ -22,11 +22,12 @@ export function mount(main, leaving) {
 function mountStarting(main, starting, leaving) {
   const { draft } = starting.dataset;
   const asked = follow(starting, "/run/starting", leaving, ({ url }) => { if (url) location.replace(url); }, { draft });
-  starting.addEventListener("click", async ({ target }) => {
+  main.addEventListener("click", async ({ target }) => {
     const button = target.closest("[data-stop]");
     if (!button) return;
     button.disabled = true;
     const { error } = await asked({ stop: true });
+    button.disabled = !error;
     if (error) toast(error);
   });
 

@@ -6,8 +6,10 @@ the first images of a dataset with the part of each that is trained on. One that
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ from urllib.parse import urlencode
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.listing import list_dataset
+from lora_trainer.dataset.slider_file import Direction, is_slider_file
 from lora_trainer.queue import commands
 from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html
 from lora_trainer.reporting.status import read_status
 
-from .. import drafts, run_actions, runs, slider_words
+from .. import command_lines, drafts, run_actions, runs, slider_words
 from ..datasets import check
 from ..datasets.view import CheckedPictures, placed
 from ..drafts import Draft
@@ -48,10 +51,17 @@ class Starting:
 
 @dataclass(frozen=True, kw_only=True)
 class Photo:
-    """A small copy of an image; `crop` says what of each side is cut off, as CSS has it."""
+    """A small copy of an image; what is trained of it is so wide for its height (`ratio`).
+
+    The others say as CSS has it where the whole image lies around that part, in percent of it.
+    """
 
     src: str
-    crop: str
+    ratio: str = "1"
+    left: str = "0%"
+    top: str = "0%"
+    wide: str = "100%"
+    tall: str = "100%"
 
 
 def page_url(draft_id: str) -> str:
@@ -63,11 +73,7 @@ def look(work: Workplace, draft: Draft, said: Words) -> Starting:
     """Return what a training waits for; one that did not begin becomes a draft again. Raises MachineError."""
     listed = commands.items(work.runs)
     item = next((item for item in listed if item.id == draft.started_as), None)
-    # As the queue and the bar call it; of one that the queue does not know, as the draft would be called.
-    name = (item.label if item is not None else "") or draft.name
-    if not name and draft.kind == drafts.SLIDER:
-        name = slider_words.name_of(draft.slider)
-    name = name or Path(draft.dataset).name
+    name = (item.label if item is not None else "") or _label(work, draft)
     back = "/train?" + urlencode({"draft": draft.id})
     if not draft.started_as:
         return Starting(name=name, html=Html(""), goes=False, url=back)
@@ -86,6 +92,14 @@ def look(work: Workplace, draft: Draft, said: Words) -> Starting:
     return Starting(name=name, html=html, goes=False)
 
 
+def _label(work: Workplace, draft: Draft) -> str:
+    """Return what the queue and the bar call the training of a draft, also of one whose images are gone."""
+    try:
+        return command_lines.label_of(draft, work)
+    except LoraTrainError:
+        return draft.name or Path(draft.dataset).name
+
+
 def stop(work: Workplace, draft: Draft) -> None:
     """Take a training that has no run yet off the queue, or end its program; raises RequestError, MachineError."""
     run_actions.withdraw(work, draft.started_as)
@@ -97,7 +111,7 @@ def seconds_ago(work: Workplace, draft: Draft) -> float | None:
     return None if item is None or item.started_s is None else time.time() - item.started_s
 
 
-def _chosen(draft: Draft, said: Words) -> Mapping[str, str]:
+def chosen(draft: Draft, said: Words) -> Mapping[str, str]:
     """Return the base of a training, and how many steps and how long it takes, as far as it is known."""
     planned = draft.planned
     base, steps, range_s = (planned.get(key) for key in ("base", "steps", "range_s"))
@@ -127,15 +141,15 @@ def _waiting(
     waiting = [other for other in commands.in_order(listed) if other.order < item.order]
     before = [*running, *waiting] if item.state == "waiting" else []
     download = commands.download_of(work.runs, item)
-    stages: Sequence[Stage] = () if before else setting_out()
+    is_slider = draft.kind == drafts.SLIDER
+    stages: Sequence[Stage] = () if before else setting_out(is_slider=is_slider)
     return render(
         "run/waiting.html",
         said,
         name=name,
         before=[_before(work, other) for other in before],
-        **_chosen(draft, said),
         is_download=download is not None,
-        stages=stages if download is None else downloading(download),
+        stages=stages if download is None else downloading(download, is_slider=is_slider),
     )
 
 
@@ -175,17 +189,35 @@ def photos(work: Workplace, folder: Path) -> Sequence[Photo]:
     checked = CheckedPictures.of(values, names=frozenset(picture.name for picture in pictures))
     readable = [picture for picture in pictures if not checked.is_unreadable(picture.name)]
     return [
-        Photo(
-            src=thumb_url(folder, picture.name),
-            crop=_crop(placed(checked.pictures.get(picture.name, {}))),
-        )
+        _photo(thumb_url(folder, picture.name), placed(checked.pictures.get(picture.name, {})))
         for picture in readable[:_SHOWN]
     ]
 
 
-def _crop(picture: Mapping[str, Any]) -> str:
-    """Return what is cut off on top, on the right, at the bottom and on the left, in percent of the image."""
-    if "kept" not in picture:  # it was not checked
-        return "0"
+def learned(work: Workplace, dataset: Path) -> Mapping[str, Any]:
+    """Return what learns.html shows: the images of a folder, or the words of a slider's file."""
+    directions: Sequence[Direction] = ()
+    if is_slider_file(dataset):
+        with suppress(LoraTrainError, OSError):  # which the training itself says
+            directions = tuple(slider_words.read(dataset))
+    return {"photos": photos(work, dataset), "directions": directions}
+
+
+def _photo(src: str, picture: Mapping[str, Any]) -> Photo:
+    """Return an image that goes into what is trained of it; whole in a square before it was checked."""
+    if "kept" not in picture:
+        return Photo(src=src)
     left, top, right, bottom = picture["kept"]
-    return " ".join(f"{100 * share:.1f}%" for share in (top, 1 - right, 1 - bottom, left))
+    wide, tall = right - left, bottom - top
+    high_px = tall * picture["height_px"]
+    ratio = wide * picture["width_px"] / high_px if wide > 0 and high_px > 0 else math.nan
+    if not (math.isfinite(ratio) and ratio > 0):
+        return Photo(src=src)
+    return Photo(
+        src=src,
+        ratio=f"{ratio:.3f}",
+        left=f"{-100 * left / wide:.1f}%",
+        top=f"{-100 * top / tall:.1f}%",
+        wide=f"{100 / wide:.1f}%",
+        tall=f"{100 / tall:.1f}%",
+    )

@@ -28,7 +28,9 @@ _PLACEHOLDER = re.compile(r"\{(?:text|#)?\}")
 _NUMBER = re.compile(r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?![\w]*[.,]\d)")
 _DAYS, _IN_DAYS = "{#} days", re.compile(r"([\d.,]+) days\b")
 _SAMPLE = "1,234.5"
-_VALUE_WORDS = frozenset({"on", "off", "none", "empty"})  # what `value_text` says of values that are not figures
+_VALUE_WORDS = frozenset(
+    {"on", "off", "none", "empty"}
+)  # what `value_text` says of values that are not figures
 _REMEMBERED = 4096
 """Messages of a language whose translation is kept: a page says a setting or a rate of the run again and again."""
 _FIGURE = r"(\d[^A-Za-z]*?(?:(?:[KMG]iB|B|days|h|min|ms|px|s|e-?\d+)\b[^A-Za-z]*?)*)"

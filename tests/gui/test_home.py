@@ -174,6 +174,7 @@ def test_a_training_that_starts_is_seen_with_its_images_before_it_has_a_run(
         html, german = cards(work), cards(work, "de")
         assert "Training now" in html and f'href="{address}"' in html and "a.png" in html
         assert "<b>starting</b>" in html and "<b>startet</b>" in german
+        assert "Starting." not in html, "it is said once"
         assert f'data-action="withdraw" data-run="{item.id}"' in html
         assert "torn.png" not in html, "what the check found unreadable"
         assert "Teach an image model" not in html and html.count("data-action") == 1
@@ -187,7 +188,7 @@ def test_a_training_that_starts_is_seen_with_its_images_before_it_has_a_run(
     assert "Loading the base model." in html and "known after the first steps" in html
     assert heard(work)["starting"] == []
     write_status(folder, left_s=600.0)
-    assert "about 10 min 00 s left" in cards(work)
+    assert "about 10 min left" in cards(work)
     write_status(folder, step=30, left_s=0.0)
     html = cards(work)
     assert "finishing" in html and "about 0 s" not in html and "99 %" in html
@@ -209,14 +210,30 @@ def test_what_waits_for_its_time_does_not_start_and_a_run_that_goes_on_has_one_c
     assert "Can go on" in cards(work) and "Resume" in cards(work)
 
 
+def test_the_picture_of_a_run_is_of_its_own_else_of_what_it_learns(
+    work: Workplace, tmp_path: Path
+) -> None:
+    """What the base draws before the training says nothing of it."""
+    folder = run_of(work, "moth", step=0, steps_here=0, phase="load", left_s=None)
+    samples = sorted((folder / "samples").iterdir())
+    samples[-1].rename(folder / "kept")
+    picture(tmp_path / "moths" / "a.png")
+    record = json.loads((folder / "run.json").read_text())
+    record["command"] = [str(tmp_path / "moths")]
+    record["dataset"]["name"] = "moths"
+    (folder / "run.json").write_text(json.dumps(record))
+    html = cards(work)
+    assert "file=a.png" in html and "step-00000000" not in html
+
+
 def test_the_picture_of_a_run_is_of_its_own_or_says_that_it_is_the_bases(work: Workplace) -> None:
     folder = run_of(work, "moth", state="stopped", exit_code=143)
     samples = sorted((folder / "samples").iterdir())
-    assert "step-00000010/00.png" in cards(work) and "base, no sample" not in cards(work)
+    assert "step-00000010/00.png" in cards(work) and "drawn by the base" not in cards(work)
     samples[-1].rename(folder / "kept")
     html, german = cards(work), cards(work, "de")
-    assert "step-00000000/00.png" in html and "base, no sample of its own yet" in html
-    assert "noch kein eigenes Sample" in german
+    assert "step-00000000/00.png" in html and "drawn by the base, before moth learned" in html
+    assert "vom Basismodell gezeichnet" in german
     for step in (0, 6):
         picture(folder / "previews" / f"step-{step:08d}.jpg")
     html = cards(work)

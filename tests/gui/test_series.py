@@ -297,7 +297,7 @@ def test_trainings_that_wait_say_when_the_first_one_starts(
     write_status(work.runs / first.label, left_s=180.0)
     commands.write(work.runs, replace(first, state="running", run=first.label))
     shown = page.get(address).text
-    assert 'role="progressbar"' in shown and "about 3 min 00 s left" in shown
+    assert 'role="progressbar"' in shown and "about 3 min left" in shown
     write_status(work.runs / first.label, left_s=0.0)
     assert "running, finishing</p>" in page.get(address).text
 

@@ -540,8 +540,13 @@ def test_a_plan_is_known_while_it_is_asked_for_again(work: Workplace, tmp_path: 
 def test_a_photo_goes_into_what_is_trained_of_it() -> None:
     """`check` says what is kept in shares of the image, also of one that was cropped by hand."""
     picture = placed({"width_px": 300, "height_px": 200, "kept": [0.1, 0.2, 0.9, 0.7]})
-    assert starting._crop(picture) == "20.0% 10.0% 30.0% 10.0%"
-    assert starting._crop(placed({})) == "0"
+    photo = starting._photo("a", picture)
+    assert photo == starting.Photo(
+        src="a", ratio="2.400", left="-12.5%", top="-40.0%", wide="125.0%", tall="200.0%"
+    )
+    assert starting._photo("a", placed({})) == starting.Photo(src="a"), "not checked: it is whole"
+    nothing = placed({"width_px": 0, "height_px": 0, "kept": [0.5, 0.5, 0.5, 0.5]})
+    assert starting._photo("a", nothing) == starting.Photo(src="a"), "not a division by zero"
 
 
 def test_a_started_or_damaged_draft_makes_place_and_one_taken_off_the_queue_is_a_draft_again(
@@ -598,7 +603,7 @@ def test_the_page_of_a_start_shows_the_images_and_what_it_waits_for_and_leads_to
     assert line and re.findall(r'<b translate="no">(.*?)</b>', line[1]) == ["first", "mine"], (
         "as the queue calls it"
     )
-    assert re.findall(r"--crop: (.*?);", shown) == ["25.0% 10.0% 25.0% 10.0%", "0"]
+    assert re.findall(r"--ratio: ([\d.]+)", shown) == ["3.200", "1"], "one was not checked"
     assert "file=p0.png" in shown and "file=p1.png" in shown
     commands.remove(work.runs, first.id)
     commands.write(work.runs, replace(item, state="running"))
@@ -611,11 +616,11 @@ def test_the_page_of_a_start_shows_the_images_and_what_it_waits_for_and_leads_to
     assert re.search(r'data-seconds="6\d"', page.get(address).text)
     planned = {"base": "embedded", "steps": 1200, "range_s": [60, 600]}
     drafts.save(work, replace(draft, started_as=item.id, planned=planned))
-    html = asked()["html"]
+    html = page.get(address).text
     assert ">Miniature</b>: 1,200 steps, takes " in html and "data-stop" in html
     for damaged in ({"base": 5, "steps": "x", "range_s": "1 2"}, {"range_s": [1]}):
         drafts.save(work, replace(draft, started_as=item.id, planned=damaged))
-        assert "chosen" not in asked()["html"]
+        assert 'class="chosen"' not in page.get(address).text
     drafts.save(work, replace(draft, started_as=item.id))
     left = {"source": "some/base", "here_bytes": 2**20, "all_bytes": 3 * 2**20}
     commands.item_file(work.runs, item.id, "download").write_text(json.dumps(left))
