@@ -8,14 +8,27 @@ from __future__ import annotations
 
 import time
 
-# Not strftime's: these are the texts that the languages know, whatever the locale of the machine.
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+# As the languages know them; strftime's are those of the machine's locale.
+_DAYS = (
+    "{#} Jan {#}",
+    "{#} Feb {#}",
+    "{#} Mar {#}",
+    "{#} Apr {#}",
+    "{#} May {#}",
+    "{#} Jun {#}",
+    "{#} Jul {#}",
+    "{#} Aug {#}",
+    "{#} Sep {#}",
+    "{#} Oct {#}",
+    "{#} Nov {#}",
+    "{#} Dec {#}",
+)
 
 
 def day_text(at_s: float) -> str:
     """Return a day, `1 Dec 2026`."""
     at = time.localtime(at_s)
-    return f"{at.tm_mday} {_MONTHS[at.tm_mon - 1]} {at.tm_year}"
+    return _DAYS[at.tm_mon - 1].replace("{#}", "{}").format(at.tm_mday, at.tm_year)
 
 
 def moment_text(at_s: float) -> str:

@@ -138,7 +138,7 @@ BUSY = (
         name="run-steps",
         path="/run?run=zibbo",
         ready="table.sheet img",
-        scroll_to="#every-step",
+        scroll_to="#samples",
     ),
     Picture(
         name="run-loss", path="/run?run=zibbo", ready=".run-chart svg:visible", scroll_to="#loss"

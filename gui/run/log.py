@@ -131,6 +131,8 @@ def _words(event: Event) -> str:
             made = f"{_count(event.latents)} images and {_count(event.texts)} captions"
             if event.latents == 0 == event.masks:  # of a slider, or all images were there already
                 made = f"{_count(event.texts)} {'prompt' if event.texts == 1 else 'prompts'}"
+                if event.texts == 0:
+                    return f"All {_count(event.found)} cache entries were there already"
             return f"Cached {made} in {duration_text(event.seconds)}, " + (
                 f"{_count(event.found)} were there already"
             )

@@ -89,7 +89,7 @@ def routes(work: Workplace) -> list[Route]:
         if folder is None:
             return {**view.missing(run, _, thrown=store.holding(work, run)), "starting": None}
         dataset = command_lines.recorded_dataset(folder)
-        learned = starting.learned(work, dataset) if dataset else {}
+        learned = starting.learned(work, dataset)
         return {**view.shown(folder, followed, _), **learned, "starting": None}
 
     def started(asked: Started, _: Words) -> Mapping[str, Any]:

@@ -5,9 +5,10 @@
 import { button, icon, make } from "/ui/shared/elements.js";
 import { say } from "/ui/shared/words.js";
 
-/** Show the samples in `place`, first as data-sheet has them, and in `others` those of further prompts, small; `markBest` marks a step as the best and returns {error} or
- *  {done}. Return what draws them as they are by now. */
-export function samples(place, others, markBest) {
+/** Show the samples in `place`, first as data-sheet has them, and in `others` one of each prompt, small, which the `film`
+ *  shows when it is pressed; `markBest` marks a step as the best and returns {error} or {done}. Return what draws them as
+ *  they are by now, and what enlarges the picture of a step. */
+export function samples(place, others, film, markBest) {
   const pictures = new Map(); // address -> <img>, so that a redraw loads nothing again
   let sheet = JSON.parse(place.dataset.sheet);
   let cell = { prompt: 0, step: 0 };
@@ -18,106 +19,63 @@ export function samples(place, others, markBest) {
   /** Return the columns in which a prompt has a picture. */
   const drawnSteps = (prompt) => sheet.steps.map((_, step) => step).filter((step) => address({ prompt, step }) !== null);
 
-  // ---- two steps beside each other, large: the newest and the one before, until others are chosen
-
   const SHOWN = 6; // prompts; the table has all
-  const largePictures = new Map(); // as `pictures`: an element stands in one place only, on one side
-  const beside = { left: "", right: "" }; // steps; empty: the one before, the newest
+  let picked = -1; // the prompt that somebody wants to see in the film; -1: the film's own
+  const filmed = () => (picked >= 0 ? picked : Math.max(0, sheet.prompts.findIndex(({ text }) => text === film.ownPrompt())));
 
-  function drawNewest(empty) {
-    const focused = newest.contains(document.activeElement) && document.activeElement.dataset.at;
-    const prompts = empty ? [] : [...sheet.prompts.keys()].slice(0, SHOWN);
-    const figures = prompts.map(pair).filter(Boolean);
-    const choice = prompts.some((prompt) => drawnSteps(prompt).length > 2)
-      ? [make("span", { class: "quiet" }, say("Show")), stepChoice("left", ofEnd("left").length ? say("the base") : say("the step before")), make("span", { class: "quiet" }, say("beside")), stepChoice("right", ofEnd("right").length ? say("the best step") : say("the newest"))]
-      : [];
-    newest.hidden = figures.length === 0;
-    newest.replaceChildren(make("div", { class: "actions" }, ...choice), make("div", { class: "grid" }, ...figures));
-    if (focused) newest.querySelector(`[data-at="${focused}"]`)?.focus();
-  }
-
-  /** Return the step that a side shows of a training that has ended: the base, and what came of it; nothing of one that
-   *  goes on, of which that is shown which has changed last. */
-  function ofEnd(side) {
-    const isShown = ({ step, best }) => (side === "left" ? step === 0 : best);
-    return sheet.ended ? [...sheet.steps.keys()].filter((step) => isShown(sheet.steps[step])) : [];
-  }
-
-  /** Return the list of the steps that can stand on a side. */
-  function stepChoice(side, automatic) {
-    const choose = (event) => {
-      beside[side] = event.target.value;
-      drawNewest(false);
-    };
-    const list = make("select", { "aria-label": side === "left" ? say("the step on the left") : say("the step on the right"), "data-at": `beside-${side}`, onchange: choose },
-      make("option", { value: "" }, automatic),
-      ...sheet.steps.map((step) => make("option", { value: step.step }, step.name)));
-    list.value = beside[side];
-    return list;
-  }
-
-  /** Return the figure of a prompt with its images of two steps, of one where it has no other; null without any. */
-  function pair(prompt) {
-    const steps = drawnSteps(prompt);
-    const chosen = (side) => steps.filter((step) => String(sheet.steps[step].step) === beside[side]);
-    const automatic = (side) => ofEnd(side).filter((step) => steps.includes(step));
-    const best = automatic("right");
-    const right = beside.right ? chosen("right") : best.length ? best : steps.slice(-1);
-    const earlier = steps.filter((step) => step < right[0]);
-    const base = automatic("left").filter((step) => earlier.includes(step));
-    const left = beside.left ? chosen("left") : base.length ? base : earlier.slice(-1);
-    const cells = [...left, ...right];
-    if (cells.length === 0) return null;
-    return make(
-      "figure",
-      {},
-      ...cells.map((step, at) => largeCell({ prompt, step }, at === cells.length - 1)),
-      make("figcaption", { dir: "auto", translate: sheet.prompts[prompt].text ? "no" : null }, sheet.prompts[prompt].text || say("(empty prompt)")),
-    );
-  }
-
-  function largeCell(at, isNow) {
-    const source = address(at);
-    const key = `${isNow} ${source}`;
-    if (!largePictures.has(key)) largePictures.set(key, make("img", { src: source }));
-    const image = largePictures.get(key);
-    image.alt = `${sheet.prompts[at.prompt].text}, ${sheet.steps[at.step].name}`;
-    const more = { class: isNow ? "cell now" : "cell", "data-at": `${isNow}-${at.prompt}` };
-    return make("button", { type: "button", onclick: () => openZoom(at), ...more }, image, make("span", {}, sheet.steps[at.step].name));
-  }
-
-  const OTHERS = 4;
-
-  /** Show the newest picture of the prompts that the film does not show, beside it. */
-  function drawOthers(empty) {
-    const shown = empty ? [] : [...sheet.prompts.keys()].slice(1, 1 + OTHERS).filter((prompt) => drawnSteps(prompt).length);
-    others.replaceChildren(...shown.map((prompt) => {
-      const at = { prompt, step: drawnSteps(prompt).at(-1) };
-      return make("button", { type: "button", onclick: () => openZoom(at), title: sheet.prompts[prompt].text },
-        make("img", { src: address(at), alt: `${sheet.prompts[prompt].text}, ${sheet.steps[at.step].name}`, loading: "lazy" }));
+  /** Show a small picture of each prompt, beside the film, in which a press shows it. */
+  function drawPrompts(empty) {
+    const shown = empty ? [] : [...sheet.prompts.keys()].slice(0, SHOWN).filter((prompt) => drawnSteps(prompt).length);
+    const held = others.contains(document.activeElement) && document.activeElement.dataset.prompt;
+    others.style.setProperty("--count", Math.min(5, Math.max(3, shown.length)));
+    others.replaceChildren(...(shown.length > 1 ? shown : []).map((prompt) => {
+      const step = opens(prompt);
+      return make("button", { type: "button", onclick: () => choose(prompt), title: sheet.prompts[prompt].text, "aria-pressed": String(prompt === filmed()), "data-prompt": prompt },
+        make("img", { src: address({ prompt, step }), alt: `${sheet.prompts[prompt].text}, ${sheet.steps[step].name}`, loading: "lazy" }));
     }));
+    if (held) others.querySelector(`[data-prompt="${held}"]`)?.focus();
+  }
+
+  /** Return the column with which a prompt is shown: the best step of what has ended, else the newest. */
+  function opens(prompt) {
+    const drawn = drawnSteps(prompt);
+    return (sheet.ended && drawn.find((step) => sheet.steps[step].best)) || drawn.at(-1);
+  }
+
+  function choose(prompt) {
+    picked = -1;
+    if (prompt !== filmed()) picked = prompt;
+    showPicked(false);
+    drawPrompts(false);
+  }
+
+  function showPicked(again) {
+    if (picked < 0) return film.choose(null, again);
+    const drawn = drawnSteps(picked);
+    const frames = drawn.map((step) => ({ step: sheet.steps[step].step, name: sheet.steps[step].name, src: address({ prompt: picked, step }), how: "" }));
+    const at = sheet.ended ? drawn.indexOf(opens(picked)) : -1;
+    film.choose({ frames, prompt: sheet.prompts[picked].text, no_mp4: "", opens_at: at, goes: !sheet.ended }, again);
   }
 
   // ---- the table
 
   const said = make("p", { role: "status", class: "line" });
   const table = make("div", { class: "sheet-scroll", tabindex: "0", "aria-label": say("samples") });
-  const sideways = make("p", { class: "quiet sideways" }, say("Swipe the table sideways: it has more steps."));
+  const sideways = make("p", { class: "quiet sideways", hidden: true }, say("More steps are to the right: scroll the table sideways."));
+  new ResizeObserver(() => { sideways.hidden = table.scrollWidth <= table.clientWidth + 1; }).observe(table);
   const help = make(
     "p",
     { class: "quiet" },
     say("The arrow beside a step downloads its LoRA. Steps without one have no file: they were only drawn, or their file made room for newer ones. Click an image to enlarge it."),
   );
   const compareButton = button(say("Compare two pictures"), () => openCompare());
-  const newest = make("div", { class: "newest" });
-  const everyStep = make("div", { class: "steps-head", id: "every-step" }, make("h3", {}, say("Samples of every step")), compareButton);
 
   function draw() {
     // The base alone stands in the film; its pictures are worth a table once there is something beside them.
     const empty = !sheet || sheet.prompts.length === 0 || sheet.steps.length < 2;
     place.closest("section").hidden = empty;
-    drawNewest(empty || sheet.is_slider); // whose strengths stand side by side above
-    drawOthers(!sheet);
+    drawPrompts(!sheet);
+    if (picked >= 0) showPicked(true);
     if (empty) return;
     // The first look is at the first column, whole; who sees the newest step then goes on seeing the newest.
     const atEnd = table.querySelector(".sheet") && table.scrollLeft + table.clientWidth >= table.scrollWidth - 8;
@@ -127,6 +85,7 @@ export function samples(place, others, markBest) {
     const drawn = make("table", { class: "sheet" }, make("thead", {}, head), make("tbody", {}, ...rows));
     drawn.style.setProperty("--steps", sheet.steps.length);
     table.replaceChildren(drawn);
+    sideways.hidden = table.scrollWidth <= table.clientWidth + 1;
     if (focused) table.querySelector(`[data-cell="${focused}"]`)?.focus();
     if (atEnd) table.scrollLeft = table.scrollWidth;
     if (zoom.open) showCell();
@@ -314,8 +273,16 @@ export function samples(place, others, markBest) {
     stage.style.setProperty("--cut", `${slider.value}%`);
   }
 
-  place.append(newest, everyStep, help, sideways, table, said);
+  place.closest("section").querySelector(".steps-head").append(compareButton);
+  place.append(help, sideways, table, said);
   place.closest("section").after(zoom, compare); // which are opened from beside the film too
   draw();
-  return (newer) => { sheet = newer; draw(); };
+  return {
+    draw(newer) { sheet = newer; draw(); },
+    /** Enlarge the picture of a step that the film shows, where it is a sample. */
+    enlarge(number) {
+      const step = sheet ? sheet.steps.findIndex((each) => each.step === number) : -1;
+      if (step >= 0 && address({ prompt: filmed(), step }) !== null) openZoom({ prompt: filmed(), step });
+    },
+  };
 }

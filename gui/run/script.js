@@ -55,8 +55,8 @@ function mountRun(main, leaving) {
 
   const drawChart = chart(page.querySelector(".run-chart"), run);
   const beside = page.querySelector(".run-beside");
-  const drawFilm = film(page.querySelector(".run-film"), beside, run, leaving);
-  const drawSamples = samples(page.querySelector(".run-samples"), beside.querySelector(".others"), (step) => asked({ press: { action: "best", step } }));
+  const shownFilm = film(page.querySelector(".run-film"), beside, run, leaving, (step) => shownSamples.enlarge(step));
+  const shownSamples = samples(page.querySelector(".run-samples"), beside.querySelector(".others"), shownFilm, (step) => asked({ press: { action: "best", step } }));
   const asked = following({ path: "/run/look", leaving, goes: "goes" in page.dataset, shown: () => ({ run, stamp, keys }), draw });
 
   function draw(now) {
@@ -67,8 +67,8 @@ function mountRun(main, leaving) {
       if (name === "buttons") for (const button of buttons) button.hidden = !drawn.includes(button.dataset.press);
       else if (name === "where") where.hidden = !drawn;
       else if (name === "chart") drawChart(drawn);
-      else if (name === "film") drawFilm(drawn);
-      else if (name === "samples") drawSamples(drawn);
+      else if (name === "film") shownFilm.draw(drawn);
+      else if (name === "samples") shownSamples.draw(drawn);
       else drawMarkup(page.querySelector(`[data-part=${name}]`), drawn);
     }
   }

@@ -194,9 +194,11 @@ def photos(work: Workplace, folder: Path) -> Sequence[Photo]:
     ]
 
 
-def learned(work: Workplace, dataset: Path) -> Mapping[str, Any]:
-    """Return what learns.html shows: the images of a folder, or the words of a slider's file."""
+def learned(work: Workplace, dataset: Path | None) -> Mapping[str, Any]:
+    """Return what learns.html shows: the images of a folder, or the words of a slider's file; nothing without either."""
     directions: Sequence[Direction] = ()
+    if dataset is None:
+        return {"photos": (), "directions": directions}
     if is_slider_file(dataset):
         with suppress(LoraTrainError, OSError):  # which the training itself says
             directions = tuple(slider_words.read(dataset))

@@ -76,16 +76,19 @@ def test_samples_are_enlarged_walked_through_compared_and_the_best_is_kept(
     page: Any, place: Place
 ) -> None:
     place.server.open(page, f"/run?run={OLD}")
-    newest = page.locator(".newest figure").nth(1).locator("button span")
-    newest.first.wait_for()
-    assert newest.all_inner_texts() == ["base", "step 30"], "of what has ended: what came of it"
-    page.get_by_label("the step on the left").select_option("step 10")
-    page.get_by_label("the step on the right").select_option("step 30")
-    assert newest.all_inner_texts() == ["step 10", "step 30"]
-    page.get_by_label("the step on the left").select_option("base")
-    assert page.locator(".run-beside .others img").count() == 2, "the other prompts beside the film"
-    page.get_by_label("the step on the right").select_option("step 10")
-    assert newest.all_inner_texts() == ["base", "step 10"]
+    names, prompts = (
+        page.locator(".run-film figcaption"),
+        page.locator(".run-beside .others button"),
+    )
+    prompts.first.wait_for()
+    assert prompts.count() == 3, "each prompt is beside the film"
+    prompts.nth(1).click()
+    assert page.locator(".run-beside .prompt").inner_text() == PROMPTS[1]
+    assert names.all_inner_texts() == ["base", "step 30"], "of what has ended: what came of it"
+    assert "step-00000030/01.png" in page.locator(".run-film .enlarge img").get_attribute("src")
+    page.locator(".run-film .enlarge").click()
+    page.get_by_text("step 30, prompt 2 of 3", exact=True).wait_for()
+    page.keyboard.press("Escape")
     page.get_by_role("button", name=f"step 10: {PROMPTS[1]}", exact=True).click()
     viewer = page.get_by_role("dialog", name="sample image")
     caption, large = viewer.locator(".caption"), viewer.locator("> img")
