@@ -96,6 +96,8 @@ async function showFits(place, bases, leaving) {
     row.fits.className = "";
     row.node.className = `fits-${answer.fits}`;
     row.time.textContent = answer.time ?? "";
+    // What is a larger download needs hardly less: it is said at once, until its own plan says by how much.
+    if (answer.too_large) for (const { fits } of rows.slice(rows.indexOf(row) + 1)) fits.textContent = say("likely too large \u2026");
     row.needs.textContent = answer.needs || answer.why || "";
     row.bytes = answer.needs_bytes ?? 0;
     if (!limitBytes && answer.limit_bytes) {

@@ -195,7 +195,7 @@ def photos(work: Workplace, folder: Path) -> Sequence[Photo]:
 
 
 def learned(work: Workplace, dataset: Path | None) -> Mapping[str, Any]:
-    """Return what learns.html shows: the images of a folder, or the words of a slider's file; nothing without either."""
+    """Return what learns.html shows: the images of a folder, or the words of a slider's file."""
     directions: Sequence[Direction] = ()
     if dataset is None:
         return {"photos": (), "directions": directions}

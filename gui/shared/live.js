@@ -77,6 +77,8 @@ function drawCockpit(run) {
   const offered = Boolean(run) && "Notification" in window && Notification.permission === "default";
   if (offered && !asked) place.append(bell());
   if (!offered) asked?.remove();
+  // Where no place was kept for it, the page makes room instead of jumping.
+  if (place.hidden) place.classList.toggle("comes", !document.documentElement.classList.contains("is-measured"));
   place.hidden = !now && !offered;
   place.querySelector("p").hidden = !now;
   if (!now) return;

@@ -147,6 +147,7 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
             "said": said(_refusal(refused, is_too_large=needs is not None)),
             "is_absent": _ABSENT in refused,
             "why": f"{capital(said.message(plain(refused)))}.",
+            "too_large": needs is not None,
             "needs": said("needs {#}", needs["size"]) if needs else "",
             "needs_bytes": round(float(needs["size"].split()[0]) * 2**30) if needs else None,
         }
