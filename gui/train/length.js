@@ -31,8 +31,8 @@ export function mountLength(place, fields, changed) {
     const [length, all, often] = [count, images, times(count)].map((number) => number.toLocaleString("en"));
     const how = count * ratio() < 0.95 ? say("{} steps of {} = some of the {} images.", length, batch, all)
       : say("{} steps of {} = each of the {} images about {}\u00d7.", length, batch, all, often);
-    const one = kept === 1 && say("1 more kept aside, to measure how well it learns.");
-    const aside = one || kept ? one || say("{} more kept aside, to measure how well it learns.", kept.toLocaleString("en")) : say("None is kept aside, so how well it learns is not measured.");
+    const more = kept === 1 ? say("1 more kept aside, to measure how well it learns.") : say("{} more kept aside, to measure how well it learns.", (kept ?? 0).toLocaleString("en"));
+    const aside = kept ? more : say("None is kept aside, so how well it learns is not measured.");
     said.textContent = `${how} ${aside}`;
     if (kept) onAll.textContent = say("Train on all {}", (images + kept).toLocaleString("en"));
     const pressed = document.activeElement;
