@@ -157,7 +157,7 @@ def _told(entry: Entry, _: Words) -> Mapping[str, Any]:
         "rank": header.rank,
         "best_picture": _best_picture(file, _),
         "size": bytes_text(file.size_bytes),
-        "written": lora_files.minute_of(file),
+        "written": _.message(lora_files.minute_of(file)),
         "is_brought": file.is_brought,
         "run": "" if file.is_brought else file.run,
         "run_url": "" if file.is_brought else runs.page_url(file.run),
