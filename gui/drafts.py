@@ -140,6 +140,19 @@ def changing(work: Workplace) -> Iterator[None]:
         yield
 
 
+def waiting(work: Workplace, *, within: int) -> Iterator[Draft]:
+    """Yield the readable drafts among the `within` newest that are not started, the newest first."""
+    try:
+        names = sorted((path.stem for path in _folder(work).glob("*.json")), reverse=True)
+    except OSError:
+        return
+    for name in names[:within]:
+        with suppress(RequestError):
+            draft = read(work, name)
+            if not draft.started_as:
+                yield draft
+
+
 def current(work: Workplace, *, is_last: bool = False) -> Draft:
     """Return the newest draft that is readable and not started, else a new one.
 

@@ -26,6 +26,10 @@ _ON_PAGES = {
 }
 _VOID = frozenset({"br", "img", "input", "meta"})
 
+# How a language quotes: a text of which the first and the last sign count.
+_QUOTES = "\u201cword\u201d"
+_QUOTED = re.compile("\u201c([^\u201c\u201d]+)\u201d")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -121,9 +125,18 @@ def worded(text: str, _: Words) -> str:
 
 
 def _message(part: str, _: Words | None) -> str:
-    """Return a part of a message in a language, with the space around it."""
+    """Return a part of a message in a language, with the space around it, and settings as their labels are there."""
     said = part.strip()
-    return part.replace(said, _.message(said)) if _ and said else part
+    if not _ or not said or (told := _.message(said)) == said:
+        return part
+
+    quotes = _(_QUOTES)
+
+    def labelled(match: re.Match[str]) -> str:
+        key = _keys_by_label().get(match[1])
+        return f"{quotes[0]}{setting_said(key, _)}{quotes[-1]}" if key else match[0]
+
+    return part.replace(said, _QUOTED.sub(labelled, told))
 
 
 def named(text: str) -> str:
@@ -176,6 +189,11 @@ def setting_said(key: str, said: Words) -> str:
     """Return the label of a setting in the language of the reader."""
     section, colon, label = setting_label(key).partition(": ")
     return f"{said(section)}: {said(label)}" if colon else said(section)
+
+
+@cache
+def _keys_by_label() -> Mapping[str, str]:
+    return {label: key for key, label in _labels().items()}
 
 
 @cache

@@ -1,5 +1,6 @@
 // One setting: its row, what is typed in it, and what of that the server takes.
 import { make } from "/ui/dialog.js";
+import { icon } from "/ui/shared/elements.js";
 import { TYPING_MS, inline, put } from "/ui/settings/state.js";
 import { say } from "/ui/shared/words.js";
 
@@ -17,13 +18,20 @@ export class Field {
     this.taken = null; // the text as it was typed here and taken, until the field is left
     this.refused = "";
     this.unused = ""; // why it does not matter here
+    this.label = row.querySelector(".field-name label").textContent;
     this.error = row.querySelector(".field-error");
     this.origin = row.querySelector(".field-from");
+    this.aliases = (row.dataset.others ?? "").split(" ").filter(Boolean);
     this.why = row.querySelector(".field-why");
-    this.resetButton = row.querySelector(".field-reset");
+    this.said = make("span");
+    this.resetButton = make("button", { type: "button", className: "field-reset", hidden: true }, icon("rotate-ccw"), make("span"));
+    this.origin.append(this.said, this.resetButton);
+    this.alias = make("p", { className: "field-also", hidden: true });
+    row.querySelector(".field-help").after(this.alias);
+    row.querySelector(".field-name").append(this.more());
     this.resetButton.addEventListener("click", () => this.reset());
-    const words = [row.querySelector(".field-name label"), row.querySelector(".field-help"), row.querySelector(".field-unit")];
-    this.words = plainWords([this.key, row.dataset.also, ...words.map((node) => node?.textContent ?? "")].join(" "));
+    const words = [".field-name label", ".field-help", ".field-unit"].map((each) => row.querySelector(each));
+    this.words = plainWords([this.key, row.dataset.also, row.dataset.others, row.dataset.detail, row.dataset.source, ...words.map((node) => node?.textContent ?? "")].join(" "));
     this.control = this.listen(row.querySelector(".field-input > :is(input, select, textarea)"));
     this.picks = row.querySelector(".picks");
     this.picks?.addEventListener("change", () => this.picked());
@@ -153,27 +161,76 @@ export class Field {
     return options.find((option) => option.value === text)?.label ?? (text || say("none"));
   }
 
-  /** Show the value in force, whether it is changed, and where it comes from. */
+  /** Show the value in force, and where it comes from if that is not the usual place; how a change is taken back. */
   draw() {
     const given = this.page.shown.given[this.key];
     const force = this.page.plan?.fields[this.key];
     if (this.isFixed) this.write(this.page.shown.folder);
     else this.write(given ?? force?.text ?? this.default);
     this.row.classList.toggle("changed", this.isChanged);
+    this.drawReset(force);
+    const origin = this.originText(given, force);
+    this.said.replaceChildren(...origin);
+    this.origin.hidden = !origin.length && this.resetButton.hidden;
+  }
+
+  /** Show the button that takes back what was changed or typed, with the value that there is then. */
+  drawReset(force) {
+    const back = this.named(force?.preset ?? this.default);
+    const text = back.length <= 24 && !back.includes("\n") ? say("Back to {}", back) : say("Back to the usual");
     this.resetButton.hidden = !this.isChanged && !this.refused;
-    this.origin.replaceChildren(...this.originText(given, force));
+    this.resetButton.lastElementChild.textContent = text;
+    this.resetButton.title = force?.preset_from ?? "";
+    this.resetButton.setAttribute("aria-label", `${text}: ${this.label}`);
   }
 
   originText(given, force) {
     if (this.isFixed) return [say("the runs folder of this interface")];
-    if (!force) return [this.isChanged ? say("from you") : say("default")];
-    const parts = [force.from];
-    if (this.isChanged && force.layer !== "command line" && force.text !== given) {
-      parts[0] = say("in force: {}, {text}", this.named(force.text), force.from);
+    if (this.isChanged) {
+      const isOther = force && force.layer !== "command line" && force.text !== given;
+      if (!isOther) return [make("b", { textContent: say("Changed by you") })];
+      const why = force.reason ? [": ", ...inline(force.reason)] : [];
+      return [say("In force: {}, {text}", this.named(force.text), force.from), ...why];
     }
-    if (force.reason) parts.push(": ", ...inline(force.reason));
-    if (this.isChanged) parts.push(say("; without it {} ({text})", this.named(force.preset), force.preset_from));
-    return parts;
+    // What is usual says nothing; what the plan chose says why.
+    if (!force || force.layer !== "planner" || !force.reason) return [];
+    return [make("b", { textContent: `${force.from}:` }), " ", ...inline(force.reason)];
+  }
+
+  /** Return what says more of the setting, filled when somebody looks into it. */
+  more() {
+    const name = say("More about {}", this.label);
+    const panel = make("div", { className: "panel" });
+    const menu = make("details", { className: "menu" }, make("summary", { ariaLabel: name, title: name }, icon("info")), panel);
+    menu.dataset.key = this.key;
+    menu.addEventListener("toggle", () => { if (menu.open) this.tellMore(panel); });
+    return menu;
+  }
+
+  /** Say what only some want to know: values, other names, formulas and papers. */
+  tellMore(panel) {
+    const { allowed, others, detail, source } = this.row.dataset;
+    const line = (name, ...what) => make("p", {}, ...(name ? [make("b", { textContent: name }), " "] : []), ...what);
+    const asName = (text) => make("span", { translate: false, textContent: text });
+    const papers = (source ?? "").split("; ").filter(Boolean).map((text) =>
+      make("a", { href: `https://arxiv.org/abs/${text.match(/arXiv (\S+)/)[1]}`, target: "_blank", rel: "noopener", translate: false, textContent: text }));
+    const force = this.page.plan?.fields[this.key];
+    const isUsual = force && !this.isChanged && this.said.textContent === "";
+    panel.replaceChildren(...[
+      detail && line("", ...inline(`${detail}.`)),
+      allowed && line(say("Possible:"), allowed),
+      others && line(say("In other trainers:"), asName(this.aliases.join(", "))),
+      ...papers.map((paper) => line(say("From:"), paper)),
+      line(say("On the command line:"), make("code", { textContent: this.key })),
+      isUsual && line(say("Its value:"), force.from),
+    ].filter(Boolean));
+  }
+
+  /** Say by which other name of it a search found it. */
+  foundBy(wanted) {
+    const own = plainWords(`${this.label} ${this.key}`);
+    const other = wanted.some((word) => !own.includes(word)) && this.aliases.find((name) => wanted.every((word) => plainWords(name).includes(word)));
+    put(this.alias, other && /[._]/.test(other) ? say("in other trainers: {}", other) : "");
   }
 }
 

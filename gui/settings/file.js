@@ -12,13 +12,9 @@ export function fileOf(page) {
 
   const json = {
     dirty: false,
-    wasEmpty: true,
     basis: "", // the stamp of what the text was made from
     read() { return area.value; },
     draw() {
-      const isEmpty = page.shown.json.trim() === "{}";
-      if (this.wasEmpty && !isEmpty) fold.open = true; // who closes it then has it closed
-      this.wasEmpty = isEmpty;
       if (this.dirty) return;
       this.basis = page.shown.stamp;
       if (area.value === page.shown.json) return;

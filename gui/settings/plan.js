@@ -20,6 +20,7 @@ export function planner(page, sections) {
       again = false;
       const found = await page.askNow("plan");
       if (!found.isAway) put(page.at("plan-error"), found.error ?? "");
+      if (found.error) place.querySelector(".waiting")?.remove();
       if (!found.fields) continue;
       if (page.leaving.aborted) return;
       page.plan = found;
@@ -32,7 +33,8 @@ export function planner(page, sections) {
   function draw() {
     const { plan } = page;
     place.querySelector(".said").replaceChildren(...plan.said.map((text) => make("p", {}, ...inline(text))));
-    place.querySelector(".lacks").hidden = !plan.lacks;
+    page.root.querySelector(".lacks").hidden = !plan.lacks;
+    place.hidden = Boolean(plan.lacks);
     drawMemory(plan.memory);
     for (const [key, field] of fields) {
       field.draw();
@@ -60,10 +62,12 @@ export function planner(page, sections) {
     }
     const legend = found.parts.map((part) => make("span", {}, make("i", { className: part.css }), part.text));
     if (found.limit !== null) legend.push(make("span", {}, make("i", { className: "limit" }), say("the most that may be used")));
+    const parts = make("details", { open: memory.querySelector("details")?.open ?? false },
+      make("summary", { textContent: say("What takes the memory") }), make("p", { className: "legend" }, ...legend));
     memory.replaceChildren(
       make("p", { className: found.fits ? "fit" : "fit error", textContent: found.said }),
       make("div", { className: "bar-of-parts", role: "img", ariaLabel: found.said }, ...pieces),
-      make("p", { className: "legend" }, ...legend),
+      parts,
     );
   }
 

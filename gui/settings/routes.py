@@ -30,9 +30,19 @@ def routes(work: Workplace) -> list[Route]:
     def show(request: Request, said: Words) -> Mapping[str, Any]:
         """Show the draft that the address names, else the one that somebody works on."""
         named = request.query_params.get("draft", "")
-        draft = drafts.read(work, named) if named else drafts.current(work, is_last=True)
-        sections = view.form(said.code)
-        return {"sections": sections, "state": view.state(work, draft), "inline": inline}
+        if named == "new":
+            draft = next(
+                (each for each in drafts.waiting(work, within=1) if not each.is_given), None
+            )
+            draft = draft or drafts.new(work)
+        else:
+            draft = drafts.read(work, named) if named else drafts.current(work, is_last=True)
+        return {
+            "sections": view.form(said.code),
+            "state": view.state(work, draft),
+            "drafts": view.offered(work, draft),
+            "inline": inline,
+        }
 
     return [
         page("/settings", "settings/page.html", title="All settings", look=show),

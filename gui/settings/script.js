@@ -30,10 +30,8 @@ export function mount(main, leaving) {
 
   function draw() {
     put(page.at("note"), page.shown.started ? say("This training is started: its settings stay as they are.") : "");
-    // Its last folder, as other pages call it; the whole path is a hint.
-    const dataset = page.shown.called || page.shown.dataset.split(/[\\/]/).filter(Boolean).pop();
-    root.querySelector(".whose").title = page.shown.dataset;
-    root.querySelector(".whose").textContent = dataset ? say("of the training on {}", dataset) : say("of a new training");
+    const own = whose.querySelector(`option[value="${page.shown.id}"]`);
+    if (own && page.shown.called) own.textContent = page.shown.called;
     for (const field of fields.values()) field.draw();
     file.json.draw();
     file.drawPresets();
@@ -72,6 +70,10 @@ export function mount(main, leaving) {
     const offered = new Map([...choices, ...cards.map(({ source, name }) => [source, name])]);
     picks.append(...[...offered].map(([value, name]) => make("option", { value, textContent: name === value ? value : `${name} (${value})` })));
   }
+
+  // Its way to the settings of another training that waits.
+  const whose = page.at("whose");
+  whose.addEventListener("change", () => location.assign(`/settings?draft=${encodeURIComponent(whose.value)}`));
 
   draw();
   replan();

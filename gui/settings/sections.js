@@ -1,18 +1,22 @@
-// The sections of the form: which settings do not matter here, and which ones are looked for.
+// The groups of the form: which one is in sight, which settings do not matter here, and which ones are looked for.
 import { Field, plainWords } from "/ui/settings/field.js";
 import { put } from "/ui/settings/state.js";
 import { say } from "/ui/shared/words.js";
 
-/** Draw the fields of the page; return {sortUnused, filter, reveal}. */
+/** Draw the fields of the page; return {sortUnused, filter, reveal}. One group is in sight; a search looks through all. */
 export function sectionsOf(page) {
   const { fields, root } = page;
   const search = page.at("search");
   const changedOnly = page.at("changed-only");
+  const choice = page.at("group");
+  const links = new Map([...root.querySelectorAll(".jumps a")].map((link) => [link.dataset.group, link]));
+  let shown = choice.options[0].value;
 
   const sections = [...root.querySelectorAll("section[data-section]")].map((box) => {
     const fold = box.querySelector(".unused");
     return {
       box,
+      name: box.dataset.section,
       used: box.querySelector(".used"),
       fold,
       summary: fold.querySelector("summary"),
@@ -20,22 +24,44 @@ export function sectionsOf(page) {
       words: plainWords(`${box.dataset.section} ${box.querySelector("h2").textContent}`),
       fields: [...box.querySelectorAll(".field")].map((row) => new Field(page, row)),
       wasOpened: false, // by the search
-      whole: box.querySelector("details.whole"), // not of the first section, which is in sight
-      noted: new Set(), // fields for which it was opened already: who closes it has it closed
+      found: 0,
     };
   });
 
-  /** Open the section that an element is in. */
-  function reveal(node) {
-    const whole = node.closest("details.whole");
-    if (whole) whole.open = true;
+  const looksFor = () => search.value.trim() !== "" || changedOnly.checked;
+
+  /** Bring a group into sight. */
+  function show(name) {
+    shown = name;
+    choice.value = name;
+    draw();
   }
 
-  /** Open the sections of settings that are changed, refused or to blame, once for each. */
-  function openNoted({ whole, fields: own, noted }) {
-    const now = own.filter((field) => field.isChanged || field.refused || field.row.classList.contains("blamed"));
-    if (whole && now.some((field) => !noted.has(field))) whole.open = true;
-    for (const field of now) noted.add(field);
+  /** Bring the group into sight that an element is in. */
+  function reveal(node) {
+    const section = node.closest("section[data-section]");
+    if (section && !looksFor()) show(section.dataset.section);
+    const fold = node.closest("details.unused");
+    if (fold) fold.open = true;
+  }
+
+  /** Show the group that is chosen, or all in which a search finds something; what is changed where, and what refused. */
+  function draw() {
+    const isLooking = looksFor();
+    for (const { box, name, found, fields: own } of sections) {
+      box.hidden = isLooking ? found === 0 : name !== shown;
+      const link = links.get(name);
+      link.classList.toggle("without", isLooking && found === 0);
+      if (!isLooking && name === shown) link.setAttribute("aria-current", "true");
+      else link.removeAttribute("aria-current");
+      const changed = own.filter((field) => field.isChanged).length;
+      const isWrong = own.some((field) => field.refused || field.row.classList.contains("blamed"));
+      const badge = link.querySelector(".badge");
+      badge.classList.toggle("wrong", isWrong);
+      badge.title = isWrong ? say("something here is not possible") : say("{#} changed", changed);
+      put(badge, isWrong ? "!" : changed ? String(changed) : "");
+    }
+    choice.hidden = isLooking;
   }
 
   /** Fold the settings that do not matter here; one that is changed or in use stays where it is. */
@@ -59,12 +85,12 @@ export function sectionsOf(page) {
     const wanted = plainWords(search.value).split(" ").filter(Boolean).map((word) => (word.length < 4 ? ` ${word}` : word));
     let count = 0;
     for (const section of sections) count += filterSection(section, wanted);
-    for (const section of sections) openNoted(section);
+    draw();
     page.at("nothing-found").hidden = count > 0;
     const all = fields.size;
     put(page.at("counted"), count === all ? say("{#} settings", all) : say("{#} of {#} settings", count, all));
     const changed = Object.keys(page.shown.given).length;
-    put(page.at("changes"), changed ? say("{#} changed", changed) : say("none changed"));
+    put(page.at("changes"), changed ? String(changed) : "");
     page.at("reset-all").hidden = changed === 0;
   }
 
@@ -76,19 +102,16 @@ export function sectionsOf(page) {
       const text = `${field.words} ${section.words}`;
       const fits = wanted.every((word) => text.includes(word)) && (!changedOnly.checked || field.isChanged || Boolean(field.refused));
       field.row.hidden = !fits;
+      field.foundBy(fits && wanted.length ? wanted : []);
       if (!fits) continue;
       visible += 1;
       if (field.row.parentElement === section.unused) folded += 1;
     }
-    section.box.hidden = visible === 0;
+    section.found = visible;
     fold.hidden = folded === 0;
     put(section.summary, say("Not used here: {}", folded));
     if (wanted.length && folded && !fold.open) section.wasOpened = fold.open = true;
     if (!wanted.length && section.wasOpened) section.wasOpened = fold.open = false;
-    const { whole } = section;
-    const looksFor = wanted.length > 0 || changedOnly.checked;
-    if (whole && looksFor && visible && !whole.open) section.wholeWasOpened = whole.open = true;
-    if (whole && !looksFor && section.wholeWasOpened) section.wholeWasOpened = whole.open = false;
     return visible;
   }
 
@@ -102,9 +125,24 @@ export function sectionsOf(page) {
     search.focus();
     search.select();
   }, { signal: page.leaving });
-  root.querySelector(".jumps").addEventListener("click", ({ target }) => {
-    const to = target.closest("a")?.hash.slice(1);
-    if (to) reveal(page.at(to));
+  root.querySelector(".jumps").addEventListener("click", (event) => {
+    const link = event.target.closest("a");
+    if (!link) return;
+    event.preventDefault();
+    goTo(link.dataset.group);
   });
+  choice.addEventListener("change", () => goTo(choice.value));
+
+  /** Show a group from its top; what a search has found of it while somebody looks for something. */
+  function goTo(name) {
+    const { box } = sections.find((section) => section.name === name);
+    if (looksFor()) {
+      if (!box.hidden) box.scrollIntoView();
+      return;
+    }
+    show(name);
+    if (box.getBoundingClientRect().top < 0) box.scrollIntoView();
+  }
+
   return { sortUnused, filter, reveal };
 }

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Any
 
-from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
+from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.config import PRIORITIES
 from lora_trainer.config.config import SettingInfo, all_settings, flatten
 from lora_trainer.config.layers import CONCEPT, AskedFor, Resolved, resolve
@@ -22,22 +24,31 @@ from lora_trainer.importing.words import words_of_settings
 from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord, SettingRecord
 
+from .. import command_lines, drafts
 from ..command_lines import Answer
-from ..datasets import notes
-from ..drafts import SLIDER, Draft
+from ..drafts import Draft
 from ..markup import capital, named, worded
 from ..plan_view import bar_bytes, fit_sentence, from_now_s, limit_share, memory_parts, span
 from ..server.language import ENGLISH
 from ..server.translation import Words, words
 from ..setting_edit import FOLDER, as_json, given
 from ..setting_text import text_of
-from ..slider_words import name_of
 from ..workplace import Workplace
 from . import presets
 
 _DEFAULT = "default"
-# Where a value comes from in words, by the layer of the plan; another layer is named itself.
-_FROM = {"default": _DEFAULT, "command line": "from you", "planner": "from planner"}
+# Where a value comes from in words, by the first word of its layer in the plan; a file is named.
+_FROM = {
+    "default": "usual",
+    "command line": "changed by you",
+    "planner": "chosen automatically",
+    "family": "usual for this model",
+    "tier": "usual for this much memory",
+    "cell": "usual for this much memory",
+    "priority": "usual for what matters most to you",
+    "concept": "usual for such a subject",
+    "slider": "usual for a slider",
+}
 _YES_NO = {True: "yes", False: "no"}
 # What is changed most often, in a section of its own before all others.
 USUAL = (
@@ -50,6 +61,26 @@ USUAL = (
 )
 
 
+# The icon of each section.
+_ICONS = {
+    "usual": "star",
+    "base": "box",
+    "data": "images",
+    "adapter": "layers",
+    "train": "play",
+    "objective": "sparkles",
+    "slider": "contrast",
+    "optimizer": "settings",
+    "memory": "hard-drive",
+    "hardware": "cpu",
+    "output": "download",
+    "sampling": "image-plus",
+    "logging": "external-link",
+}
+# So many of the drafts that wait are offered.
+_OFFERED = 8
+
+
 @dataclass(frozen=True, kw_only=True)
 class Word:
     """A value that a field offers, and how it is called."""
@@ -60,16 +91,20 @@ class Word:
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """All that draws the field of a setting; `also` are words by which the search finds it too."""
+    """All that draws the field of a setting; `also` are words by which the search finds it too, with `others`."""
 
     key: str
     label: str
     unit: str
     doc: str
+    detail: str
+    source: str
     kind: str
     words: tuple[Word, ...]
     allowed: str
+    may_be_empty: bool
     also: str
+    others: tuple[str, ...]
     default: str
     is_fixed: bool
 
@@ -81,6 +116,7 @@ class Section:
     name: str
     label: str
     doc: str
+    icon: str
     fields: tuple[Field, ...]
 
 
@@ -92,6 +128,7 @@ def form(language: str = ENGLISH) -> tuple[Section, ...]:
         name="usual",
         label=said("Most used"),
         doc=said("what is changed most often"),
+        icon=_ICONS["usual"],
         fields=tuple(_field(infos[key], said) for key in USUAL),
     )
     others = (
@@ -99,6 +136,7 @@ def form(language: str = ENGLISH) -> tuple[Section, ...]:
             name=name,
             label=said(name.capitalize()),
             doc=said(field.description or ""),
+            icon=_ICONS[name],
             fields=tuple(
                 _field(info, said)
                 for info in infos.values()
@@ -114,15 +152,22 @@ def _field(info: SettingInfo, said: Words) -> Field:
     doc = named(info.doc)
     # Who reads another language finds a setting by its English words too, which manuals and others use.
     english = [text for text in (info.label, doc) if said(text) != text]
+    others = tuple(words_of_settings().get(info.key, ()))
+    # "Streamed blocks" has its unit in its name.
+    unit = "" if info.unit and info.label.endswith(f" {info.unit}") else info.unit
     return Field(
         key=info.key,
         label=said(info.label),
-        unit=said(info.unit),
+        unit=said(unit),
         doc=said(doc),
+        detail=said(named(info.detail)),
+        source=info.source,
         kind=info.form.kind,
         words=tuple(_word(info, word, said) for word in info.form.words),
         allowed=said.message(info.form.allowed),
-        also=" ".join([*words_of_settings().get(info.key, ()), *english]),
+        may_be_empty=info.form.nullable,
+        also=" ".join(english),
+        others=others,
         default=text_of(info, info.default),
         is_fixed=info.key == FOLDER,
     )
@@ -140,14 +185,34 @@ def stamp(draft: Draft) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Offered:
+    """A draft to choose from; an empty name stands for one that says nothing yet."""
+
+    id: str
+    name: str
+
+
+def offered(work: Workplace, draft: Draft) -> list[Offered]:
+    """Return the draft that is shown, further ones that wait, and an empty one."""
+    others = (each for each in drafts.waiting(work, within=3 * _OFFERED) if each.id != draft.id)
+    given_ones = [draft, *islice((each for each in others if each.is_given), _OFFERED - 1)]
+    # Two drafts on the same images are told apart by nothing but which is newer: the newer one is offered.
+    named = {_called(work, each): each.id for each in reversed(given_ones)} | {
+        _called(work, draft): draft.id
+    }
+    found = [Offered(id=of, name=name) for name, of in reversed(named.items()) if name]
+    return [*found, Offered(id=draft.id if not draft.is_given else "new", name="")]
+
+
 def _called(work: Workplace, draft: Draft) -> str:
-    """Return the name that somebody gave the dataset on its page, else an empty text."""
-    if draft.kind == SLIDER or not draft.dataset:
+    """Return what the training of a draft is called, as the queue calls it; empty where it says nothing yet."""
+    if not draft.is_given:
         return ""
     try:
-        return notes.read(work, work.folder(draft.dataset)).name
-    except InputError:  # gone, which the plan says
-        return ""
+        return command_lines.label_of(draft, work)
+    except LoraTrainError:  # its images are gone, which the plan says
+        return draft.name or re.split(r"[\\/]", draft.dataset.rstrip("\\/"))[-1]
 
 
 def state(work: Workplace, draft: Draft) -> dict[str, Any]:
@@ -157,7 +222,8 @@ def state(work: Workplace, draft: Draft) -> dict[str, Any]:
     return {
         "id": draft.id,
         "stamp": stamp(draft),
-        "dataset": name_of(draft.slider) if draft.kind == SLIDER else draft.dataset,
+        "kind": draft.kind,
+        "dataset": draft.is_given,
         "called": _called(work, draft),
         "started": bool(draft.started_as),
         "given": {key: text_of(infos[key], value) for key, value in values.items()},
@@ -212,15 +278,21 @@ def _in_force(
     found = {
         "text": text_of(info, setting.value),
         "layer": origin,
-        "from": said(_FROM[origin]) if origin in _FROM else said("from {}", origin),
+        "from": _origin(origin, said),
         "reason": worded(setting.reason, said),
         "preset": text_of(info, info.default),
-        "preset_from": said(_DEFAULT),
+        "preset_from": _origin(_DEFAULT, said),
     }
     if preset is not None and info.key != CONCEPT:  # which is above its presets
         found["preset"] = text_of(info, flatten(preset.config)[info.key])
-        found["preset_from"] = said.message(preset.origins[info.key].layer)
+        found["preset_from"] = _origin(preset.origins[info.key].layer, said)
     return found
+
+
+def _origin(layer: str, said: Words) -> str:
+    """Return where a value comes from in words."""
+    known = _FROM.get(layer) or _FROM.get(layer.partition(" ")[0])
+    return said("from {}", layer) if known is None else said(known)
 
 
 def _preset(plan: PlanRecord) -> Resolved | None:

@@ -87,6 +87,8 @@ class SettingInfo:
     unit: str
     doc: str
     form: Form
+    detail: str = ""
+    source: str = ""
     only_for: Needs = field(default_factory=dict)
     not_for: Needs = field(default_factory=dict)
     idle_with: Needs = field(default_factory=dict)
@@ -103,6 +105,8 @@ class SettingInfo:
     @property
     def label(self) -> str:
         """The name for display, without section and unit: "Min SNR gamma", "Save every N steps"."""
+        if self.key in _LABELS:
+            return _LABELS[self.key]
         words = self.key.partition(".")[2].split("_")
         if self.unit and len(words) > 1 and words[-1] == self.unit.lower():
             words.pop()  # the unit is shown beside the value
@@ -121,14 +125,21 @@ class SettingInfo:
         for key, allowed in self.only_for.items():
             if key in decided and decided[key] not in allowed:
                 alternatives = " or ".join(map(typed, allowed))
-                return f"needs {key}={alternatives}, but it is {typed(decided[key])}"
+                return f"needs {key}={alternatives}, but it is {_said(decided[key])}"
         for key, refused in self.not_for.items():
             if key in decided and decided[key] in refused:
-                return f"without effect while {key} is {typed(decided[key])}"
+                return f"without effect while {key} is {_said(decided[key])}"
         if self.idle_with and all(decided.get(key) in no for key, no in self.idle_with.items()):
-            idle = (f"{key} is {typed(decided[key])}" for key in self.idle_with)
+            idle = (f"{key} is {_said(decided[key])}" for key in self.idle_with)
             return f"without effect while {' and '.join(idle)}"
         return ""
+
+
+def _said(value: Any) -> str:
+    """Return a value as a sentence says it: what JSON has no word for by words."""
+    if value is None:
+        return "not set"
+    return ("off", "on")[value] if isinstance(value, bool) else typed(value)
 
 
 @cache
@@ -239,6 +250,14 @@ _SPELLED = {
     "dora": "DoRA",
     "rslora": "rsLoRA",
     "vram": "VRAM",
+}
+# Names that their keys do not give: beside other sections, or without their unit, they would say too little.
+_LABELS = {
+    "optimizer.name": "Optimizer",
+    "memory.streamed_blocks": "Streamed blocks",
+    "adapter.new_tokens": "New tokens",
+    "slider.denoising_steps": "Denoising steps",
+    "sampling.every_steps": "Samples every N steps",
 }
 
 

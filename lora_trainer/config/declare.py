@@ -168,6 +168,8 @@ def setting(
     doc: str,
     *,
     unit: str = "",
+    detail: str = "",
+    source: str = "",
     only_for: Needs = MappingProxyType({}),
     not_for: Needs = MappingProxyType({}),
     idle_with: Needs = MappingProxyType({}),
@@ -179,6 +181,9 @@ def setting(
 ) -> Any:
     """Declare one setting; `unit` is shown beside the value wherever it is printed.
 
+    `doc` says in plain words what it does; `detail` adds what only some ask for, such as a formula, and `source` the
+    papers that it is from, "Authors year, arXiv NUMBER" each, with a semicolon between.
+
     The setting has an effect only while each setting in `only_for` has one of its listed values, no setting
     in `not_for` has, and not all settings in `idle_with` have; otherwise it changes nothing, or is refused
     (tests/config/test_unused_settings.py): `enforced` refuses every value but the default where it has no effect.
@@ -188,6 +193,7 @@ def setting(
     constraints.
     """
     extra: dict[str, Any] = {"unit": unit}
+    extra |= {name: text for name, text in (("detail", detail), ("source", source)) if text}
     for name, needs in (("only_for", only_for), ("not_for", not_for), ("idle_with", idle_with)):
         if needs:
             extra[name] = {key: list(values) for key, values in needs.items()}

@@ -48,55 +48,62 @@ NOT_EMBEDDED = {"base.model": MINIATURES}
 class BaseSettings(Section):
     model: str = setting(
         "auto",
-        "base model: `embedded`, `embedded-edit`, a checkpoint, a diffusers folder, a Hub id; auto by machine",
+        "the model to train on: a file, a folder, a name on Hugging Face, or a small one that comes along",
+        detail="`embedded` comes along, `embedded-edit` for pairs; auto: what suits the machine",
         path=True,
         hub=True,
         replans=True,
     )
     revision: str | None = setting(
-        None, "Hub branch, tag or commit of the base model", not_for=NOT_EMBEDDED, replans=True
+        None,
+        "version of the model on Hugging Face: a branch, tag or commit",
+        not_for=NOT_EMBEDDED,
+        replans=True,
     )
     vae: str | None = setting(
         None,
-        "another VAE: a .safetensors file or a folder with config.json",
+        "another VAE than the model's own: a .safetensors file or a folder with config.json",
         path=True,
         replans=True,
     )
     text_encoders: tuple[str, ...] = setting(
         (),
-        "files of single text encoders, in any order; their tensors say which is which",
+        "files of single text encoders, in any order; each is known by what is in it",
         path=True,
         replans=True,
     )
     companion: str = setting(
         "auto",
-        "diffusers folder or Hub id with the parts that a checkpoint lacks; auto: the family's release",
+        "folder or Hugging Face name of parts that the model's file lacks; auto: the official ones",
         not_for=NOT_EMBEDDED,
         path=True,
         hub=True,
         replans=True,
     )
     prediction: Literal["auto", "epsilon", "v_prediction", "flow"] = setting(
-        "auto", "prediction type of the base; auto: read from its files", replans=True
+        "auto",
+        "what the model predicts: the noise, v or the flow; auto: read from its files",
+        replans=True,
     )
     distilled: bool | Auto = setting(
         "auto",
-        "the base draws in few steps (Turbo, Lightning, LCM, DMD...); auto: by its files and its name",
+        "whether the model draws in few steps (Turbo, Lightning, LCM, DMD ...); auto: by its name and files",
         replans=True,
     )
     clip_skip: Annotated[int, Field(ge=1, le=12)] = setting(
         1,
-        "text encoder layer, from the last, for Stable Diffusion 1 and 2; 2 is usual for anime bases",
+        "which layer of the text encoder is read, counted from the last; anime models mostly want 2",
+        detail="For Stable Diffusion 1 and 2",
         replans=True,
     )
     system_prompt: SystemPrompt = setting(
         "auto",
-        "sentence put before every prompt, for Lumina 2; auto: the base's own, by its name; empty: none",
+        "sentence put before every prompt, for Lumina 2; auto: the model's own; empty: none",
         replans=True,
     )
     assistant: Assistant = setting(
         "auto",
-        "LoRA that undoes a distillation in training: a file, Hub id or none; auto: the one published",
+        "LoRA that makes a few-step model trainable: a file, Hugging Face name or none; auto: the usual one",
         path=True,
         hub=True,
         replans=True,
@@ -139,65 +146,76 @@ class FolderSettings(Section):
 class DataSettings(Section, Generic[A_co]):
     resolution: Pixels | A_co = setting(
         "auto",
-        "side of a square with the area of every bucket; auto: the base's native size",
+        "size of training images: 1024 is 1024 x 1024 or another shape of that area; auto: the model's own",
         unit="px",
         headline=True,
         replans=True,
     )
     more_resolutions: tuple[Pixels, ...] = setting(
         (),
-        "further resolutions; each sample uses one of all resolutions, drawn at random in each epoch",
+        "further sizes to train at; each time, an image takes one of all sizes at random",
+        detail="Drawn anew in each epoch",
         unit="px",
         replans=True,
     )
     buckets: bool = setting(
         True,
-        "keep aspect ratios by training in buckets; off: crop everything square",
+        "keep the shape of each image; off: crop everything to a square",
+        detail="Images of like shapes are trained together, in buckets",
         kohya=("ss_enable_bucket",),
     )
     max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = setting(
-        2.0, "longest bucket side over the shortest", only_for={"data.buckets": (True,)}
+        2.0,
+        "how long an image may be, longest side over shortest; longer ones are cropped",
+        only_for={"data.buckets": (True,)},
     )
     repeats: Repeats = setting(
-        1, "number of times each image is used per epoch; `10_name` folders set their own"
+        1, "how often each image is used in an epoch; folders named like `10_name` set their own"
     )
     flip: bool = setting(
         False,
-        "also train mirrored images (bad for text, logos, asymmetric people)",
+        "train mirrored images too; bad for text, logos and faces that are not symmetric",
         kohya=("ss_flip_aug",),
     )
     folders: dict[str, FolderSettings] = setting(
-        {}, "settings of subfolders, {NAME: {repeats, weight, ...}}; `.`: images in no subfolder"
+        {},
+        "settings of single subfolders, as {NAME: {repeats, weight, ...}}; `.` is the folder itself",
     )
-    trigger: Word | None = setting(None, "word put before captions that lack it")
+    trigger: Word | None = setting(
+        None, "the word that calls your LoRA; it is put before captions that lack it"
+    )
     regularisation_dir: str | None = setting(
         None,
-        "folder of regularisation images: others of the class, so that training does not change them",
+        "folder of other images of the kind, such as other dogs, which shall stay as they are",
         path=True,
         min_length=1,
     )
     regularisation_ratio: Factor = setting(
         1.0,
-        "regularisation images per image of an epoch, taken in turn",
+        "regularisation images used for each image of yours",
         idle_with=NO_REGULARISATION,
     )
     class_word: Word | None = setting(
         None,
-        "word that replaces the trigger in preservation samples, such as `woman`",
+        "general word for what you train, such as `woman`, that shall keep its meaning",
+        detail="It takes the place of the trigger word where the model's own prediction is kept",
         not_for={"objective.preservation_weight": (0.0,)},
     )
     caption_extensions: tuple[str, ...] = setting(
         (".txt", ".caption"),
-        "extensions of caption files beside an image; the first that exists wins",
+        "endings of caption files beside the images; the first one found is used",
     )
     caption_fallback: Literal["none", "metadata", "file_name"] = setting(
         "none",
-        "captions of images without any: text inside the image (PNG, EXIF), or its file name",
+        "caption of an image that has none: text inside the image file, or its file name",
+        detail="metadata: as PNG and EXIF have it",
     )
     caption_lines: CaptionLines = setting(
-        "join", "several lines in a caption file: join them, or draw one line at random"
+        "join", "several lines in a caption file: join them, or take one at random"
     )
-    caption_prefix: CaptionWords = setting("", "text put before each caption, after the trigger")
+    caption_prefix: CaptionWords = setting(
+        "", "text put before each caption, behind the trigger word"
+    )
     caption_suffix: CaptionWords = setting("", "text put after each caption")
     wildcards: bool = setting(False, "replace {a|b} in captions by a or b at random")
     shuffle_tags: bool = setting(
@@ -205,24 +223,27 @@ class DataSettings(Section, Generic[A_co]):
     )
     keep_tokens: TagCount = setting(
         1,
-        "leading tags never shuffled or left out, the trigger included",
+        "how many first tags are never shuffled or left out, the trigger word included",
         idle_with=TAGS_IN_ORDER,
         kohya=("ss_keep_tokens",),
     )
     keep_tokens_separator: Separator | None = setting(
         None,
-        "mark such as ||| after fixed leading tags and before fixed last tags; replaces keep_tokens",
+        "mark such as ||| behind the first tags and before the last ones that stay in place",
+        detail="It replaces data.keep_tokens",
     )
     secondary_separator: Separator | None = setting(
         None, "mark such as ;;; between tags that are shuffled and left out together"
     )
     tag_dropout: Share = setting(
         0.0,
-        "fraction of tags left out of a caption, fixed tags excepted",
+        "share of a caption's tags left out at random; fixed tags stay",
         kohya=("ss_caption_tag_dropout_rate",),
     )
     caption_dropout: Share = setting(
-        0.0, "fraction of samples trained with an empty caption", kohya=("ss_caption_dropout_rate",)
+        0.0,
+        "share of the images trained without their caption, at random",
+        kohya=("ss_caption_dropout_rate",),
     )
     caption_dropout_every_epochs: EpochCount = setting(
         0,
@@ -231,76 +252,82 @@ class DataSettings(Section, Generic[A_co]):
     )
     caption_variants: Annotated[int, Field(ge=1, le=64)] = setting(
         4,
-        "texts encoded per caption where shuffling, dropout or wildcards change it at random",
+        "how many versions of a caption are prepared, where something changes it at random",
+        detail="By shuffling, dropout or wildcards",
         idle_with={**TAGS_IN_ORDER, "data.wildcards": (False,)},
     )
     caption_tokens: AutoCaptionTokens = setting(
         "auto",
-        "token limit of captions for CLIP families, in chunks of 75; auto: enough for the longest",
+        "longest caption in tokens, in chunks of 75, for CLIP models; auto: enough for your longest",
     )
     emphasis: bool = setting(
-        False, "read (word:1.2), (word), [word] as prompt weights; CLIP text encoders only"
+        False,
+        "take (word:1.2), (word) and [word] in captions as stronger or weaker; CLIP models only",
     )
     validation_fraction: Annotated[float, Field(ge=0.0, le=0.5)] = setting(
         0.1,
-        "fraction of images held out for the validation loss, rounded down; 0: none",
+        "share of the images kept aside to test the LoRA on; 0: none",
+        detail="Rounded down",
         kohya=("ss_validation_split",),
     )
     alpha_background: str = setting(
-        "white", "background colour of transparent images: a CSS name or #rrggbb"
+        "white", "colour behind transparent images: a CSS name such as white, or #rrggbb"
     )
     masks: Literal["none", "files", "alpha"] = setting(
         "none",
-        "region of the loss: `NAME-masklabel.png` or `masks/NAME.png` (files), or opaque pixels (alpha)",
+        "which part of an image is learned: what masks show, or what is not transparent",
+        detail="files: `NAME-masklabel.png` or `masks/NAME.png`; alpha: opaque pixels",
     )
     references: Literal["files", "none"] = setting(
         "files",
-        "reference images of editing pairs: `references/NAME.png`, `references_2/NAME.png`; none: not read",
+        "for pairs: what each image was before, from the folder `references`; none: not read",
+        detail="`references/NAME.png`, `references_2/NAME.png` and so on",
     )
     reference_dirs: tuple[str, ...] = setting(
         (),
-        "folders of reference images elsewhere, in the order of the references; files named as the images",
+        "for pairs: folders elsewhere with what each image was before, under the same name",
         path=True,
     )
     reference_dropout: Share = setting(
         0.0,
-        "fraction of samples trained without their reference images",
+        "for pairs: share trained without the image before, at random",
         not_for={"data.references": ("none",)},
     )
     reference_resolution: Pixels | None = setting(
         None,
-        "side of a square with the area that reference images are scaled down to; none: data.resolution",
+        "for pairs: size that the images before are scaled down to; none: as the others",
         unit="px",
         replans=True,
         not_for={"data.references": ("none",)},
     )
     mask_background: BelowOne = setting(
         0.1,
-        "loss weight of black or transparent regions; 0: training ignores them",
+        "how much the part outside of the mask counts; 0: it is not learned",
         only_for=MASKED,
     )
     min_score: Share = setting(
         0.8,
-        "score of `check` below which training warns and --strict refuses to start; 0: never",
+        "score of the images' check below which the training warns; 0: never",
+        detail="With --strict it does not start",
         resume="free",
     )
     max_bad_fraction: Share = setting(
-        0.1, "fraction of unusable images above which the run refuses to start", resume="free"
+        0.1, "share of unusable images above which the training does not start", resume="free"
     )
     max_megapixels: Annotated[float, Field(gt=0, le=1000)] = setting(
-        100.0, "larger images are refused before they are decoded", unit="MP", resume="free"
+        100.0, "larger images are refused before they are opened", unit="MP", resume="free"
     )
     cache_dir: str = setting(
         "auto",
-        "cache of latents and text embeddings; auto: the user's cache folder",
+        "folder for prepared images and captions; auto: your own cache folder",
         path=True,
         resume="free",
     )
     cache_max_gib: Annotated[float, Field(gt=0, le=100_000)] = setting(
-        20.0, "size cap of the cache", unit="GiB", resume="free"
+        20.0, "disk space that prepared images and captions may take", unit="GiB", resume="free"
     )
     prefetch_steps: Annotated[int, Field(ge=1, le=64)] = setting(
-        4, "optimizer steps prepared ahead of the device", resume="free"
+        4, "steps that are prepared ahead, so that the GPU need not wait", resume="free"
     )
 
     def of_folder(self, name: str) -> Self:

@@ -312,7 +312,8 @@ NOT_SCHEDULE_FREE = {OF: (SCHEDULE_FREE,)}
 class OptimizerSettings(Section):
     name: OptimizerName = setting(
         "adamw",
-        "update rule by name or as module:Class; 8bit: state in 8 bits; paged: state in RAM when it must",
+        "how it learns: adamw is usual, prodigy finds its own rate, 8bit needs less memory",
+        detail="paged: in RAM when it must; `module:Class` is one of a package of yours",
         headline=True,
         resume="forbidden",
         works_anywhere="adamw",
@@ -320,90 +321,118 @@ class OptimizerSettings(Section):
     )
     options: dict[str, bool | int | float | str | list[float] | None] = setting(
         {},
-        "arguments of an optimizer given as module:Class, which gets no others but the learning rate",
+        "arguments of an optimizer of your own",
+        detail="One given as `module:Class`, which gets no others but the learning rate",
     )
     learning_rate: LearningRate = setting(
         1e-4,
-        "peak learning rate; presets are for AdamW and converted for other optimizers",
+        "how fast it learns: too low learns too little, too high ruins the images",
+        detail="The highest rate; presets are for AdamW and converted for other optimizers",
         headline=True,
         kohya=("ss_learning_rate", "ss_unet_lr"),
     )
     text_encoder_learning_rate: LearningRate | None = enforced_setting(
         None,
-        "peak learning rate of the text encoders; none: half of learning_rate, with prodigy equal to it",
+        "learning rate of the text encoders; none: half of the other one, with prodigy the same",
         only_for={"adapter.text_encoder": (True,)},
         not_for=FINDS_RATE,
         resume="forbidden",
     )
     new_tokens_learning_rate: LearningRate | None = enforced_setting(
         None,
-        "peak learning rate of the new tokens; none: ten times learning_rate, with prodigy equal to it",
+        "learning rate of the new tokens; none: ten times the other one, with prodigy the same",
         not_for={**WITHOUT_NEW_TOKENS, **FINDS_RATE},
         resume="forbidden",
     )
     learning_rate_pattern: dict[Pattern, Annotated[float, Field(ge=0, le=1000)]] = setting(
         {},
-        "factor on the learning rate by regular expression on the module name, first match wins; 0: frozen",
+        "factor on the rate of single layers, by regular expressions on their names; 0: frozen",
+        detail="The first that fits counts",
         resume="forbidden",
     )
     lora_plus_ratio: Annotated[float, Field(ge=1.0, le=1000.0)] = enforced_setting(
         1.0,
-        "learning rate of `up` over that of `down` (Hayou et al. 2024, arXiv 2402.12354)",
+        "how much faster the second half of each LoRA layer learns (LoRA+); 1: both alike",
+        detail="Learning rate of `up` over that of `down`",
+        source="Hayou et al. 2024, arXiv 2402.12354",
         only_for=LORA,
         not_for=FINDS_RATE,
         resume="forbidden",
     )
     beta1: BelowOne = setting(
-        0.9, "decay of the first moment", not_for={OF: _names(lambda row: not row.has_beta1)}
+        0.9,
+        "how much earlier steps steer the next one",
+        detail="Decay of the first moment",
+        not_for={OF: _names(lambda row: not row.has_beta1)},
     )
-    beta2: BelowOne = setting(0.999, "decay of the second moment; presets set 0.99 for lion")
+    beta2: BelowOne = setting(
+        0.999,
+        "how long the size of earlier steps is remembered",
+        detail="Decay of the second moment; presets set 0.99 for lion",
+    )
     epsilon: Portion = setting(
-        1e-8, "added to the denominator", not_for={OF: _names(lambda row: not row.has_epsilon)}
+        1e-8,
+        "a tiny number against dividing by zero",
+        detail="Added to the denominator",
+        not_for={OF: _names(lambda row: not row.has_epsilon)},
     )
-    weight_decay: Share = setting(0.01, "decoupled weight decay")
+    weight_decay: Share = setting(
+        0.01,
+        "pulls the LoRA back a little in each step, against learning images by heart",
+        detail="Decoupled, as AdamW has it",
+    )
     muon_momentum: BelowOne = setting(
-        0.95, "Nesterov momentum for muon's matrices", only_for={OF: ("muon",)}
+        0.95,
+        "how much earlier steps steer the next one with muon",
+        detail="Nesterov momentum, for matrices",
+        only_for={OF: ("muon",)},
     )
     prodigy_d_coef: Factor = setting(
         1.0,
-        "factor on prodigy's estimated learning rate; 0.5 and 2 are usual",
+        "factor on the rate that prodigy finds by itself; 0.5 and 2 are usual",
         only_for={OF: ("prodigy",)},
     )
     prodigy_growth_rate: Annotated[float, Field(gt=1.0, le=1000.0)] | None = setting(
         None,
-        "largest growth of prodigy's rate per step, such as 1.02; none: no limit",
+        "how fast prodigy's rate may grow in each step, such as 1.02; none: no limit",
         only_for={OF: ("prodigy",)},
     )
     max_weight_norm: Annotated[float, Field(gt=0.0, le=1000.0)] | None = enforced_setting(
         None,
-        "scale each layer's update back to this norm after every step (scale_weight_norms); 1 is usual",
+        "how strong each layer may get; 1 is usual; none: no limit",
+        detail="Its update is scaled back to this norm after every step (scale_weight_norms)",
         not_for={**NOT_OFT, **NOT_SCHEDULE_FREE, "adapter.dora": (True,)},
         kohya=("ss_scale_weight_norms",),
     )
     schedule: Schedule = setting(
         "cosine",
-        "shape of the learning rate after warm-up, by name or as module:Class",
+        "how the learning rate changes after the warm-up",
+        detail="`module:Class` is one of a package of yours",
         not_for=NOT_SCHEDULE_FREE,
         kohya=("ss_lr_scheduler",),
     )
     schedule_options: dict[str, bool | int | float | str | list[float] | None] = setting(
         {},
-        "arguments of a schedule given as module:Class; the number of steps is filled in where it needs it",
+        "arguments of a schedule of your own",
+        detail="One given as `module:Class`; the number of steps is filled in where it needs it",
     )
     warmup_fraction: BelowAll = setting(
-        0.05, "fraction of the steps in which the learning rate rises; 0.3 is usual with one_cycle"
+        0.05,
+        "share of the steps at the start in which the learning rate rises; with one_cycle 0.3 is usual",
     )
     schedule_cycles: Annotated[int, Field(ge=1, le=1000)] = setting(
-        1, "number of falls of cosine_with_restarts", only_for={SCHEDULE: ("cosine_with_restarts",)}
+        1,
+        "how often the learning rate falls with cosine_with_restarts",
+        only_for={SCHEDULE: ("cosine_with_restarts",)},
     )
     schedule_power: Annotated[float, Field(gt=0.0, le=10.0)] = setting(
         1.0,
-        "power of polynomial: 1 falls straight, 2 fast at first, 0.5 fast at the end",
+        "shape of polynomial: 1 falls straight, 2 fast at first, 0.5 fast at the end",
         only_for={SCHEDULE: ("polynomial",)},
     )
     decay_fraction: Portion = setting(
         0.2,
-        "fraction of the steps at the end in which warmup_stable_decay falls",
+        "share of the steps at the end in which the rate falls with warmup_stable_decay",
         only_for={SCHEDULE: ("warmup_stable_decay",)},
     )
 

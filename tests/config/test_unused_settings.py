@@ -152,4 +152,4 @@ def test_what_matters_with_any_of_several_settings_or_is_not_known_yet_says_so()
     needs = "needs base.prediction=flow, but it is epsilon"
     assert unused({"base.prediction": "epsilon"}) == needs
     told = SETTINGS["output.hub_private"].unused({"output.hub_repo": None})
-    assert told == "without effect while output.hub_repo is null"
+    assert told == "without effect while output.hub_repo is not set"

@@ -764,7 +764,7 @@ def test_settings_are_found_changed_refused_reset_and_the_same_in_two_tabs_and_a
     rank.fill("8")
     saved(settings, work, draft, {"adapter.rank": 8})
     settings.locator(".memory .fit").wait_for()
-    row(settings, "adapter.rank").get_by_text("without it 16").wait_for()
+    row(settings, "adapter.rank").get_by_role("button", name="Back to 16").wait_for()
 
     rank.fill("many")
     row(settings, "adapter.rank").get_by_text("\u201cRank\u201d = 'many'").wait_for()
@@ -794,13 +794,14 @@ def test_settings_are_found_changed_refused_reset_and_the_same_in_two_tabs_and_a
     settings.reload()
     field(settings, "adapter.rank").wait_for()
     settings.wait_for_function("() => document.getElementById('set-adapter.rank').value === '16'")
+    settings.get_by_text("Changed settings as JSON").click()
     other = settings.context.new_page()
     server.open(other, f"/settings?draft={draft.id}", "[id='set-train.seed']")
     typing = field(settings, "train.steps")
     typing.fill("x")
     row(settings, "train.steps").get_by_text("\u201cTrain: Steps\u201d = 'x'").wait_for()
     other.bring_to_front()
-    other.get_by_text("Changed settings as JSON").click()  # folded while it is empty
+    other.get_by_text("Changed settings as JSON").click()
     other.locator("#json").fill('{"train": {"seed": 7}}')
     other.wait_for_function("() => document.getElementById('set-train.seed').value === '7'")
     settings.bring_to_front()
@@ -810,7 +811,7 @@ def test_settings_are_found_changed_refused_reset_and_the_same_in_two_tabs_and_a
     settings.get_by_text("unknown setting 'adapter.rang'").wait_for()
     settings.locator("#json").press("Escape")
     saved(settings, work, draft, {"train.seed": 7})
-    settings.locator(".jumps a", has_text="Objective").click()  # folded until then
+    settings.locator(".jumps a", has_text="Objective").click()  # hidden until then
     offset = field(settings, "objective.noise_offset")
     offset.fill("0.00")  # a pause here, on the way to 0.001
     saved(settings, work, draft, {"train.seed": 7, "objective.noise_offset": 0.0})

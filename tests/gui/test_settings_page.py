@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import command_lines, drafts, markup, setting_edit
-from lora_trainer.gui.datasets import notes
 from lora_trainer.gui.server.translation import words as language
 from lora_trainer.gui.setting_text import text_of
 from lora_trainer.gui.settings import routes, view
@@ -143,9 +142,8 @@ def test_a_file_replaces_all_but_not_what_was_changed_meanwhile(
     images = work.runs / "toys"
     images.mkdir(parents=True)
     about = replace(draft, dataset=str(images))
-    assert view.state(work, about)["called"] == ""
-    notes.save(work, notes.Notes(folder=str(images), name="Our toys"))
-    assert view.state(work, about)["called"] == "Our toys"
+    assert view.state(work, about)["called"] == "toys"
+    assert view.state(work, replace(about, name="bears"))["called"] == "bears", "as the queue does"
     assert "the draft" in opened(work, "/settings?draft=x")
     now = call("change", key="train.seed", text="7")
     assert json.loads(now["json"]) == {"train.seed": 7} and now["given"] == {"train.seed": "7"}
@@ -240,11 +238,11 @@ def test_what_is_in_force_comes_with_its_origin_and_a_bar_of_the_plan_or_the_rea
     call("replace", text='{"adapter.rank": 8, "hardware.device": "cpu"}')
     found = call("plan")
     rank, resolution = found["fields"]["adapter.rank"], found["fields"]["data.resolution"]
-    assert (rank["text"], rank["from"]) == ("8", "from you")
-    assert (rank["preset"], rank["preset_from"]) == ("16", "priority balanced")
-    assert (resolution["text"], resolution["from"]) == ("64", "from planner")
+    assert (rank["text"], rank["from"]) == ("8", "changed by you")
+    assert (rank["preset"], rank["preset_from"]) == ("16", "usual for what matters most to you")
+    assert (resolution["text"], resolution["from"]) == ("64", "chosen automatically")
     assert resolution["reason"] == "the size embedded was trained on"
-    assert found["fields"]["data.flip"]["from"] == "default"
+    assert found["fields"]["data.flip"]["from"] == "usual"
     needs = "needs \u201cPrediction\u201d = flow, but it is epsilon"
     assert found["unused"]["objective.flow_shift"] == needs
     assert "adapter.rank" not in found["unused"]
@@ -260,9 +258,9 @@ def test_what_is_in_force_comes_with_its_origin_and_a_bar_of_the_plan_or_the_rea
         memory["limit"], rel=0.01
     )
     damaged = caller(work, draft, {"priority": "balanced", "settings": []})("plan")
-    assert damaged["fields"]["adapter.rank"]["preset_from"] == "default"
+    assert damaged["fields"]["adapter.rank"]["preset_from"] == "usual"
     german = caller(work, draft, plan, language="de")("plan")
-    assert german["fields"]["adapter.rank"]["from"] == "von dir"
+    assert german["fields"]["adapter.rank"]["from"] == "von dir ge\u00e4ndert"
     assert german["memory"]["said"].startswith("Passt: ")
     assert " Schritte, etwa " in german["said"][0]
     # Without a plan the defaults stand, and the reason is said.
@@ -360,8 +358,10 @@ def test_the_form_has_every_setting_and_is_small_enough_to_come_with_the_page(
     assert re.findall(r'<div class="field" id="([^"]+)"', page) == [*view.USUAL, *others]
     for field in fields:
         info = INFOS[field.key]
+        # A unit that the label ends with is not said twice.
+        unit = "" if info.label.endswith(f" {info.unit}") else info.unit
         said = (field.doc, field.unit, field.label, field.default)
-        assert said == (markup.named(info.doc), info.unit, info.label, text_of(info, info.default))
+        assert said == (markup.named(info.doc), unit, info.label, text_of(info, info.default))
         assert [word.text for word in field.words] == [
             text_of(info, word) for word in info.form.words
         ]
@@ -564,14 +564,14 @@ def test_a_lora_and_settings_of_this_program_become_drafts_and_what_says_nothing
 
 
 def test_the_search_knows_the_words_of_other_trainers_and_english_ones() -> None:
-    also = {field.key: field.also for section in view.form() for field in section.fields}
+    also = {field.key: field.others for section in view.form() for field in section.fields}
     for word, key in (
         ("network_dim", "adapter.rank"),
         ("blocks_to_swap", "memory.streamed_blocks"),
         ("fp8_base", "memory.base_precision"),
         ("unet_lr", "optimizer.learning_rate"),
     ):
-        assert word in also[key].split()
+        assert word in also[key]
     german = {field.key: field for section in view.form("de") for field in section.fields}
     rate = german["optimizer.learning_rate"]
     assert rate.label == "Lernrate" and "Learning rate" in rate.also
@@ -633,5 +633,64 @@ def test_a_draft_that_lay_aside_when_another_was_started_is_not_edited_unasked(
     assert drafts.current(work, is_last=True).id == aside.id
     started = replace(drafts.new(work, dataset="old"), started_as="item")
     drafts.save(work, started)
-    assert aside.id not in opened(work)
+    assert state_of(opened(work))["id"] != aside.id
     assert drafts.current(work, is_last=True).id not in (aside.id, started.id)
+
+
+def test_the_page_says_whose_settings_it_shows_and_offers_those_of_others_and_of_none(
+    work: Workplace, tmp_path: Path
+) -> None:
+    words = {"target": "a man", "more": "an old man", "less": "", "keep": ""}
+    slider = replace(drafts.new(work), kind=drafts.SLIDER, slider=words)
+    drafts.save(work, slider)
+    drafts.save(work, replace(drafts.new(work, dataset=str(tmp_path)), started_as="item"))
+    shown = drafts.new(work, dataset=str(tmp_path / "gone"))
+
+    def offered(address: str) -> list[tuple[str, str]]:
+        page = opened(work, address)
+        options = re.search(r'<select id="whose".*?</select>', page, re.DOTALL)
+        assert options, page
+        return re.findall(r'<option value="(.*?)".*?>(.*?)</option>', options[0])
+
+    empty = "a new one, empty yet"
+    waiting = [(shown.id, "gone"), (slider.id, "an old man")]
+    assert offered(f"/settings?draft={shown.id}") == [*waiting, ("new", empty)]
+    assert offered("/settings?draft=new")[1:] != waiting
+    new = offered("/settings?draft=new")
+    assert new[-1][1] == empty and drafts.read(work, new[-1][0]) and new[:-1] == waiting
+    assert offered("/settings?draft=new") == new, "not one more for each look"
+
+
+def test_what_a_draft_lacks_is_named_by_what_it_is_trained_from(work: Workplace) -> None:
+    for kind, what in (
+        ("slider", "Write its words"),
+        ("pairs", "Choose pairs"),
+        ("images", "Choose images"),
+    ):
+        draft = replace(drafts.new(work), kind=kind)
+        drafts.save(work, draft)
+        page = opened(work, f"/settings?draft={draft.id}")
+        lacks = re.search(r'<p class="lacks notice">.*?</p>', page, re.DOTALL)
+        assert lacks and what in lacks[0]
+
+
+def test_help_is_for_everybody_and_formulas_and_papers_are_beside_it() -> None:
+    fields = {field.key: field for section in view.form() for field in section.fields}
+    for key, field in fields.items():
+        for word in ("null ", "arXiv", "Hub id", "module:Class", "docs/", "sigma)", "dtype"):
+            assert word not in field.doc, key
+    gamma = fields["objective.min_snr_gamma"]
+    assert gamma.source.endswith("arXiv 2303.09556") and gamma.may_be_empty
+    for field in fields.values():
+        assert all(
+            re.search(r"arXiv \d{4}\.\d{5}$", one) for one in field.source.split("; ") if one
+        )
+    labels = [field.label for field in view.form()[0].fields]
+    assert len({*labels}) == len(labels), "two of the same name beside each other"
+
+
+def test_what_has_no_effect_is_said_in_german_with_german_labels() -> None:
+    told = markup.worded(
+        "without effect while train.lower_after_validations is not set", language("de")
+    )
+    assert told == "ohne Wirkung, solange \u201eSenken nach Validierungen\u201c = nicht gesetzt"
