@@ -4,6 +4,8 @@ import { say } from "/ui/shared/words.js";
 import { button, make } from "/ui/shared/elements.js";
 
 const STEPS_KEPT = 20;
+const SOFT_STEPS = 10; // presses of the soft brush along its own width
+const SOFT_CORE = 0.15; // of its width, around its middle, that does not fade
 const DIMMED = 0.8; // of the light that the mask takes
 
 /** Return the parts of the painting: {canvas, ring, tools, crops, painted()}; `painted` is the mask as a data URL, and
@@ -29,6 +31,7 @@ export function maskPane(file, { width_px, height_px, mask, seen, finds_subject:
   const mark = () => kinds.forEach((one) => one.setAttribute("aria-pressed", String(one.value === String(brush.erases))));
   mark();
   const tools = make("p", { class: "actions" }, ...[...kinds, make("label", { class: "switch" }, say("Brush"), size),
+    make("label", { class: "switch" }, make("input", { type: "checkbox", onchange: ({ target }) => { brush.isSoft = target.checked; } }), say("Soft edge")),
     finds && button(say("Subject"), async ({ target }) => {
       target.disabled = true;
       const found = await findSubject();
@@ -74,7 +77,7 @@ class Seen {
 /** Draws on a canvas of greys, white on black; the page dims what is dark. */
 class Brush {
   constructor(canvas, mask, changed) {
-    Object.assign(this, { canvas, changed, drawn: () => {}, share: 0.12, erases: false, before: [], at: null });
+    Object.assign(this, { canvas, changed, drawn: () => {}, share: 0.12, erases: false, isSoft: false, before: [], at: null });
     this.context = canvas.getContext("2d", { willReadFrequently: true });
     this.flat(0);
     this.hadMask = Boolean(mask);
@@ -133,13 +136,38 @@ class Brush {
   }
 
   line(from, to) {
+    if (this.isSoft) this.softLine(from, to); else this.hardLine(from, to);
+    this.drawn();
+  }
+
+  /** Press the brush along a line, with an edge that fades; what lies one over another counts once, as the brighter
+   *  of both, or the darker one while it erases. */
+  softLine(from, to) {
+    const { context, erases, width } = this;
+    const [ink, edge] = erases ? ["#000", "#fff"] : ["#fff", "#000"];
+    const count = Math.max(1, Math.ceil(Math.hypot(to.x - from.x, to.y - from.y) / (width / SOFT_STEPS)));
+    context.save();
+    context.globalCompositeOperation = erases ? "darken" : "lighten";
+    for (let step = 1; step <= count; step += 1) {
+      const [x, y] = [from.x + (to.x - from.x) * step / count, from.y + (to.y - from.y) * step / count];
+      const fading = context.createRadialGradient(x, y, width * SOFT_CORE, x, y, width / 2);
+      fading.addColorStop(0, ink);
+      fading.addColorStop(1, edge);
+      context.fillStyle = fading;
+      context.beginPath();
+      context.arc(x, y, width / 2, 0, 2 * Math.PI);
+      context.fill();
+    }
+    context.restore();
+  }
+
+  hardLine(from, to) {
     const { context } = this;
     Object.assign(context, { lineWidth: this.width, lineCap: "round", strokeStyle: this.erases ? "#000" : "#fff" });
     context.beginPath();
     context.moveTo(from.x, from.y);
     context.lineTo(to.x, to.y + (from === to ? 0.01 : 0));
     context.stroke();
-    this.drawn();
   }
 
   keep() {

@@ -33,6 +33,7 @@ class Workbench {
     Object.assign(this, { editor, card: null, sizes: new Map(), unsaved: "" });
     this.picture = make("img", { alt: "", onload: () => this.fit() });
     this.stage = make("div", { class: "wb-stage" }, this.picture);
+    this.image = make("div", { class: "wb-image" }, this.stage);
     this.bar = make("div", { class: "wb-bar" });
     this.before = make("div", { class: "wb-before" });
     this.name = make("h3", { dir: "auto", translate: "no" });
@@ -40,8 +41,14 @@ class Workbench {
     this.caption = make("div", { class: "wb-caption" });
     this.was = make("p", { class: "ds-quiet wb-was", hidden: true });
     this.tags = make("div", { class: "ds-tags", role: "group", "aria-label": say("Tags of all captions") });
-    this.back = button(say("Previous"), () => this.turn(-1), { "aria-keyshortcuts": "PageUp" });
-    this.next = button(say("Next"), () => this.turn(1), { "aria-keyshortcuts": "PageDown" });
+    const arrow = (name, label, by, key) => {
+      const found = button("", () => this.turn(by), { class: "wb-turn", "aria-label": label, title: label, "aria-keyshortcuts": key });
+      found.append(icon(name));
+      return found;
+    };
+    this.back = arrow("arrow-left", say("Previous"), -1, "PageUp");
+    this.next = arrow("arrow-right", say("Next"), 1, "PageDown");
+    this.turns = make("p", { class: "actions wb-turns" });
     const does = (name, label, act) => {
       const found = button(label, act);
       found.prepend(icon(name));
@@ -50,11 +57,12 @@ class Workbench {
     this.crop = does("crop", say("Crop"), () => this.begin("crop"));
     this.mask = does("contrast", say("Mask"), () => this.begin("mask"));
     this.exclude = does("x", say("Exclude"), () => this.leaveOut());
+    this.exclude.className = "wb-leaves-out";
     this.head = make("div", { class: "wb-head" }, this.name, this.counter,
-      make("p", { class: "actions" }, this.crop, this.mask, this.exclude), make("p", { class: "actions" }, this.back, this.next));
+      make("p", { class: "actions" }, this.crop, this.mask, this.exclude), this.turns);
     this.shown = dialog(say("Image and caption"), {
       fields: [make("div", { class: "workbench" }, this.head,
-        make("div", { class: "wb-pair" }, this.before, make("div", { class: "wb-image" }, this.stage)), this.bar,
+        make("div", { class: "wb-pair" }, this.before, this.image), this.bar,
         make("div", { class: "wb-beside" }, this.caption, this.was, this.tags))],
       note: say("Enter saves and goes to the next image, Shift and Enter begins a line."),
       act: say("Save and next"),
@@ -189,9 +197,9 @@ class Workbench {
     const onwards = this.next.disabled ? [] : [button(say("Save, then the next image"), goOn)];
     this.stage.replaceChildren(this.picture, node);
     this.press(kind);
-    this.bar.replaceChildren(make("h3", {}, title), make("p", { class: "ds-quiet" }, note), make("div", { class: "ds-line" }, ...tools), more,
-      this.refused, make("p", { class: "actions" }, button(save, act, { class: "primary big" }), ...onwards,
-        ...(remove ? [button(...remove)] : []), button(say("Cancel"), () => { this.end(); this.card.area.focus(); })));
+    this.bar.replaceChildren(make("h3", {}, title), make("p", { class: "ds-quiet" }, note), make("div", { class: "ds-line" }, ...tools),
+      this.refused, make("p", { class: "actions wb-saves" }, button(save, act, { class: "primary big" }), ...onwards,
+        ...(remove ? [button(...remove)] : []), button(say("Cancel"), () => { this.end(); this.card.area.focus(); })), more);
   }
 
   /** Save a crop or a mask and return whether that was done; what is refused is said, and what was drawn stays. */
@@ -207,8 +215,11 @@ class Workbench {
     return true;
   }
 
-  /** Mark the button of what is done on the picture, "" of nothing. */
+  /** Mark the button of what is done on the picture, "" of nothing. The arrows lie on the picture, except meanwhile. */
   press(kind) {
+    const held = document.activeElement;
+    (kind ? this.turns : this.image).append(this.back, this.next);
+    if (held === this.back || held === this.next) held.focus();
     this.crop.setAttribute("aria-pressed", String(kind === "crop"));
     this.mask.setAttribute("aria-pressed", String(kind === "mask"));
   }
