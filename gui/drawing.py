@@ -4,7 +4,8 @@ Inputs: jobs (jobs.py) with what is to be drawn. Outputs in `<runs>/.gui/drawing
 job that waits; `process.json`, the process and the base that it has loaded; in the folder of a job `far.json`, how far
 it is. Like trainings it outlives these pages, so everything goes through files. It is started when something is to be
 drawn and none runs, and ends by itself when nothing was drawn for `KEPT_S`, or while a training runs; a training that
-starts ends it first where it needs the memory (hardware/kept_memory.py).
+starts ends it first where it needs the memory (hardware/kept_memory.py). What it was drawing then waits for the end of
+that training, in a process that has nothing loaded, and goes on by itself.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ STOPPED, GAVE_WAY = 130, 143
 """Exit codes of a job that somebody stopped, and of one whose process was ended by what needs its memory."""
 STOP_FILE, FAR_FILE = "stop", "far.json"
 _LOCK_WITHIN_S = 10.0
+_GROUND_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +106,17 @@ def ask(work: Workplace, job: Job) -> None:
 
 
 def _begin(work: Workplace, folder: Folder) -> None:
-    with folder.log.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lora_trainer.gui.drawing_process", str(work.runs)],
+    process = start_process(work, folder)
+    threading.Thread(target=process.wait, daemon=True).start()  # it would stay as a zombie
+
+
+def start_process(work: Workplace, folder: Folder, *after: str) -> subprocess.Popen[bytes]:
+    """Start the process that draws; `after` are number and start of the one whose end it waits for first."""
+    with folder.log.open("ab" if after else "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "lora_trainer.gui.drawing_process", str(work.runs), *after],
             **detached(log),  # a Ctrl-C meant for the interface does not reach it
         )
-    threading.Thread(target=process.wait, daemon=True).start()  # it would stay as a zombie
 
 
 def stop(job: Job) -> None:
@@ -130,9 +137,11 @@ class Far:
     seconds: float
 
     def left_s(self, count: int) -> float:
-        """Return the seconds that the rest of `count` pictures takes at this pace; NaN where nothing is drawn yet."""
+        """Return the seconds that the rest of `count` pictures takes at this pace; NaN where too little is drawn."""
         done = self.pictures + self.step / self.steps
-        return self.seconds / done * max(0.0, count - done) if done else math.nan
+        # The first steps of a picture take as long as several later ones.
+        has_ground = self.pictures > 0 or self.step >= min(_GROUND_STEPS, self.steps / 2)
+        return self.seconds / done * max(0.0, count - done) if done and has_ground else math.nan
 
 
 def far(job: Job) -> Far | None:
@@ -154,6 +163,13 @@ def loaded(work: Workplace) -> tuple[str, Keeper] | None:
     return str(record["base"]), found
 
 
+def waits(work: Workplace) -> int | None:
+    """Return the number of the process whose end is waited for before the drawing goes on; None where it draws."""
+    record = Folder.of(work).process()
+    found = None if record is None else record.get("waits_for")
+    return found if isinstance(found, int) else None
+
+
 def give_back() -> None:
     """End the process and have its memory free."""
-    take_back()
+    take_back(is_told=False)

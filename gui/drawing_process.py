@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,30 @@ import psutil
 from lora_trainer.common.errors import LoraTrainError, MachineError, RequestError
 from lora_trainer.common.events import shown
 from lora_trainer.common.files import json_bytes, write_atomic
-from lora_trainer.common.processes import quiet_network_libraries
+from lora_trainer.common.processes import is_alive, quiet_network_libraries
 from lora_trainer.common.wording import without_secrets
 from lora_trainer.config.prompt_line import read_prompt
-from lora_trainer.hardware.kept_memory import keep
+from lora_trainer.hardware.kept_memory import keep, taken_by
 from lora_trainer.hardware.machine import detect
 
 from . import jobs, runs
-from .drawing import FAR_FILE, GAVE_WAY, KEPT_S, STOP_FILE, STOPPED, Far, Folder
+from .drawing import (
+    FAR_FILE,
+    GAVE_WAY,
+    KEPT_S,
+    STOP_FILE,
+    STOPPED,
+    Far,
+    Folder,
+    far,
+    start_process,
+)
 from .jobs import LOG_FILE, Job
 from .workplace import Workplace
 
 _LOOK_S = 0.05
+# While it waits for the end of a training.
+_WAITING_S = 1.0
 # A page asks each second.
 _TOLD_EACH_S = 0.5
 # An older process needs so long to end.
@@ -130,6 +143,7 @@ class Drawer:
 
         about = job.about
         self._pictures, self._steps, self._timestep = 0, 0, math.nan
+        self._began_s = math.nan
         for each in about["files"]:
             for _ in make_images(
                 Path(each["path"]),
@@ -139,14 +153,16 @@ class Drawer:
                 seed=about["seed"],
                 strengths=about["strengths"],
                 bench=self._bench,
+                go_on=True,
             ):
                 self._pictures, self._steps, self._timestep = self._pictures + 1, 0, math.nan
                 self._tell()
                 self._refuse_stopped()
 
     def _before_pass(self, timestep: float) -> None:
-        if not self._pictures and not self._steps:
-            self._began_s = time.monotonic()
+        if math.isnan(self._began_s):
+            before = None if self._job is None else far(self._job)  # it gave way, and goes on
+            self._began_s = time.monotonic() - (0.0 if before is None else before.seconds)
         if timestep != self._timestep:  # a step may take several passes
             self._tell_far()
             self._steps += 1
@@ -161,13 +177,13 @@ class Drawer:
         if self._job is None or now_s - self._told_s < _TOLD_EACH_S:
             return
         self._told_s = now_s
-        far = Far(
+        told = Far(
             pictures=self._pictures,
             step=self._steps,
             steps=max(self._steps + 1, self._wished_steps(self._job)),
             seconds=now_s - self._began_s,
         )
-        write_atomic(self._job.folder / FAR_FILE, json_bytes(asdict(far)), durable=False)
+        write_atomic(self._job.folder / FAR_FILE, json_bytes(asdict(told)), durable=False)
 
     def _wished_steps(self, job: Job) -> int:
         """Return the steps of the picture that is being drawn: as its prompt says, else the usual ones."""
@@ -191,22 +207,46 @@ class Drawer:
             Folder.of(self.work).tell(self._record)
 
     def _give_way(self) -> None:
-        """End at once, because a training or another program needs the memory; say so in what is being drawn."""
-        if self._job is not None:
+        """End at once, because a training or another program needs the memory; what is being drawn goes on after it."""
+        folder, taker = Folder.of(self.work), taken_by()
+        if self._job is not None and taker is not None:
+            (folder.asked / self._job.id).touch()
+            waiting = start_process(self.work, folder, str(taker.pid), repr(taker.started_s))
+            jobs.take(self._job.folder, pid=waiting.pid)
+        elif self._job is not None:
             jobs.end(self._job.folder, GAVE_WAY)
-        Folder.of(self.work).leave()
+        folder.leave()
         os._exit(GAVE_WAY)
 
+    def wait_for(self, pid: int, started_s: float) -> bool:
+        """Wait until a process has ended and nothing is trained; return whether there is still something to draw."""
+        folder, me = Folder.of(self.work), psutil.Process()
+        folder.tell({"pid": me.pid, "started_s": me.create_time(), "waits_for": pid})
+        while is_alive(pid=pid, started_s=started_s) or runs.trains(self.work.runs):
+            for file in list(folder.asked.iterdir()):
+                with suppress(RequestError):  # forgotten meanwhile
+                    job = jobs.read(self.work, file.name)
+                    if (job.folder / STOP_FILE).exists():
+                        file.unlink(missing_ok=True)
+                        jobs.end(job.folder, STOPPED)
+            if not any(folder.asked.iterdir()):
+                folder.leave()
+                return False
+            time.sleep(_WAITING_S)
+        return True
 
-def main(runs_folder: Path) -> None:
-    """Draw until nothing is asked for, unless another process does."""
+
+def main(runs_folder: Path, after: tuple[int, float] | None = None) -> None:
+    """Draw until nothing is asked for, unless another process does; first wait for the end of the process `after`."""
     work = Workplace(runs=runs_folder)
     try:
         with Folder.of(work).living(within_s=_ENDS_WITHIN_S):
-            Drawer(work=work).serve()
+            drawer = Drawer(work=work)
+            if after is None or drawer.wait_for(*after):
+                drawer.serve()
     except MachineError as error:  # another one draws
         sys.stderr.write(f"{error}\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), (int(sys.argv[2]), float(sys.argv[3])) if len(sys.argv) > 3 else None)

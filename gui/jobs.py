@@ -110,9 +110,9 @@ def hand_over(work: Workplace, *, kind: str, about: Mapping[str, Any]) -> Job:
     return read(work, folder.name)
 
 
-def take(folder: Path) -> None:
-    """Write down that this process does the job of a folder; raises MachineError."""
-    me = psutil.Process()
+def take(folder: Path, *, pid: int | None = None) -> None:
+    """Write down that this process does the job of a folder, or that of the number `pid`; raises MachineError."""
+    me = psutil.Process(pid)
     runner = {"pid": me.pid, "started_s": me.create_time()}
     write_atomic(folder / RUNNER_FILE, json_bytes(runner), durable=False)
 

@@ -39,18 +39,30 @@ class Place:
     path: str
     icon: str
     tool: bool = False
+    also: tuple[str, ...] = ()
+    """Other words that somebody types as its address."""
 
 
 PLACES = (
-    Place(name="Home", path="/", icon="house"),
-    Place(name="Train", path="/train", icon="sparkles"),
-    Place(name="Datasets", path="/datasets", icon="images"),
+    Place(name="Home", path="/", icon="house", also=("runs", "trainings")),
+    Place(name="Train", path="/train", icon="sparkles", also=("training", "new")),
+    Place(name="Datasets", path="/datasets", icon="images", also=("dataset", "images")),
     Place(name="Queue", path="/queue", icon="list-ordered"),
-    Place(name="LoRAs", path="/library", icon="layers"),
+    Place(name="LoRAs", path="/library", icon="layers", also=("lora",)),
     Place(name="Trash", path="/trash", icon="trash-2", tool=True),
     Place(name="All settings", path="/settings", icon="settings", tool=True),
     Place(name="Machine", path="/doctor", icon="stethoscope", tool=True),
 )
+
+
+def place_named(path: str) -> str | None:
+    """Return the address of the page that somebody means who types its name, such as `/loras`; None for none."""
+    word = path.strip("/").casefold()
+    for place in PLACES:
+        names = (place.name.casefold(), place.name.casefold().replace(" ", "-"), *place.also)
+        if word in names or f"/{word}" == place.path:
+            return place.path
+    return None
 
 
 def tag(name: str, /, *children: str | None, **attributes: str | float | None) -> Html:

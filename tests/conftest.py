@@ -104,7 +104,7 @@ def no_base_stays_loaded() -> Iterator[None]:
     Forgotten is also one that has ended: tests that play another machine cannot be asked whether it runs.
     """
     yield
-    take_back()
+    take_back(is_told=False)
     (user_cache_folder() / KEPT_MEMORY_FILE).unlink(missing_ok=True)
 
 

@@ -253,6 +253,19 @@ def test_a_run_on_the_processor_asks_for_the_room_of_its_plan_and_one_on_a_card_
     assert asked == [{"needed_bytes": 6, "free_bytes": 9}, "all"]
 
 
+@pytest.mark.parametrize(("needed", "asked_for"), [(3, 3), (None, 9)])
+def test_drawing_on_the_processor_ends_another_drawing_only_where_it_needs_its_memory(
+    monkeypatch: pytest.MonkeyPatch, needed: int | None, asked_for: int
+) -> None:
+    asked: list[object] = []
+    machine = SimpleNamespace(accelerator=lambda: (None, ""), usable_ram_bytes=9)
+    monkeypatch.setattr(run_device, "detect", lambda: machine)
+    monkeypatch.setattr(run_device, "make_room", lambda **room: asked.append(room))
+    monkeypatch.setattr(run_device, "take_back", lambda: asked.append("all"))
+    assert run_device.best_device(needed_ram_bytes=needed) == (torch.device("cpu"), False)
+    assert asked == [{"needed_bytes": asked_for, "free_bytes": 9}]
+
+
 def test_a_cap_is_set_at_the_start_of_a_run_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Mapping[str, Any]] = []
     monkeypatch.setattr(run_device, "cap_allocator", lambda **limits: seen.append(limits))

@@ -1,4 +1,4 @@
-"""The page Compare: the samples of two runs side by side, a step chosen in each, `/compare?a=RUN&b=RUN`.
+"""The page Compare: the samples of two runs side by side, or of two steps of one, `/compare?a=RUN&b=RUN`.
 
 Its script asks for the sheet of each run, and shows the prompts that both have; below them, how both learned.
 """
@@ -19,9 +19,11 @@ from lora_trainer.common.wording import duration_text
 from lora_trainer.reporting.history import RunHistory, read_history
 from lora_trainer.reporting.run_record import read
 from lora_trainer.reporting.sample_files import BASE_SAMPLES
+from lora_trainer.reporting.status import read_status
 
 from .. import runs
 from ..held_out_chart import Learned, held_out_chart
+from ..lora_files import result_of
 from ..run.parts import sample_sheet
 from ..run_best import exports, losses, read_best, standing_of
 from ..run_settings import compared_settings
@@ -52,7 +54,7 @@ def routes(work: Workplace) -> list[Route]:
         drawn = [name for name in names if runs.newest_samples(work.runs / name)]
         # What only the base has drawn for stands last: there is nothing to compare yet.
         drawn.sort(key=lambda name: not _has_learned(work, name))
-        return {"runs": drawn, "alike": alike(work, drawn)}
+        return {"runs": drawn, "first": first_pair(work, drawn), "steps": _steps(work, drawn)}
 
     def sheet(asked: Sheet, _: Words) -> Mapping[str, Any]:
         folder = runs.run_folder(work.runs, asked.run)
@@ -63,10 +65,16 @@ def routes(work: Workplace) -> list[Route]:
         settings = {
             _(name): _.value(value) for name, value in compared_settings(history.run).items()
         }
-        return {**samples, "settings": settings, "facts": list(_facts(folder, history, _))}
+        return {
+            **samples,
+            "settings": settings,
+            "facts": list(_facts(folder, history, _)),
+            "lora": _lora_of(folder),
+            "base": history.run.base.source,
+        }
 
     def curves(asked: Curves, _: Words) -> Mapping[str, Any]:
-        chart = held_out_chart([_learned(work, name) for name in asked.runs], _)
+        chart = held_out_chart([_learned(work, name) for name in dict.fromkeys(asked.runs)], _)
         return {"html": "" if chart is None else _.markup(chart)}
 
     return [
@@ -99,6 +107,44 @@ def _learned(work: Workplace, name: str) -> Learned:
     return Learned(
         label=name, losses=losses(history), base_loss=math.nan if base is None else base.loss
     )
+
+
+def _steps(work: Workplace, names: Sequence[str]) -> int:
+    """Return how many pictures of one prompt there are to stand beside each other."""
+    if len(names) != 1:
+        return len(names)
+    return len(list((work.runs / names[0] / "samples").glob("step-*")))
+
+
+def _lora_of(folder: Path) -> str:
+    """Return the LoRA to take of a run as pages know it, an empty text for none."""
+    found = result_of(folder)
+    return "" if found is None else found.file.ref
+
+
+def first_pair(work: Workplace, names: Sequence[str]) -> Sequence[str]:
+    """Return the two runs to begin with: of the same images, else with a prompt in common, the newest first.
+
+    Without such a pair it is one run twice, whose base and best step are shown; none without pictures.
+    """
+    learned = [each for each in names if _has_learned(work, each)][:_LOOKED_AT]
+    # What has failed is worth a look only where nothing else is.
+    well = [each for each in learned if read_status(work.runs / each).state != "failed"]
+    if pair := alike(work, well):
+        return pair
+    prompts = {name: set(_prompts_of(work, name)) for name in well}
+    for index, name in enumerate(well):
+        for other in well[index + 1 :]:
+            if prompts[name] & prompts[other]:
+                return (name, other)
+    alone = next(iter([*well, *learned, *names]), "")
+    return (alone, alone) if alone else ()
+
+
+def _prompts_of(work: Workplace, name: str) -> Iterator[tuple[str, object]]:
+    with suppress(LoraTrainError):  # a damaged record tells none
+        for image in read_history(work.runs / name).samples:
+            yield image.prompt, image.seed
 
 
 def alike(work: Workplace, names: Sequence[str]) -> Sequence[str]:

@@ -11,7 +11,9 @@ export async function mount(main, leaving) {
   said.setAttribute("role", "status");
   const differences = make("p", { className: "differences" });
   const base = make("p", { className: "notice warning", hidden: true });
-  const rows = make("div", { className: "pairs" });
+  const rows = make("div", { className: "pairs", tabIndex: 0 });
+  rows.setAttribute("role", "region");
+  rows.setAttribute("aria-label", say("Pictures side by side"));
   const asked = new URL(location.href).searchParams;
   const curves = make("div", { id: "how-they-learned", className: "curves" });
   const draw = () => { show(rows, said, sides); differ(differences, sides); onlyBase(base, sides); };
@@ -23,9 +25,9 @@ export async function mount(main, leaving) {
     curves.innerHTML = html ? `<h2></h2>${html}` : "";
     if (html) curves.firstChild.textContent = say("How they learned");
   };
-  const [alike, other] = JSON.parse(place.dataset.alike);
-  const first = asked.get("a") ?? alike ?? runs[0];
-  const second = asked.get("b") ?? (first === alike ? other : runs.find((name) => name !== first));
+  const [one, other] = JSON.parse(place.dataset.first);
+  const first = asked.get("a") ?? one;
+  const second = asked.get("b") ?? (first === one ? other : runs.find((name) => name !== first) ?? first);
   const sides = [
     new Side(say("First"), "a", runs, first, draw, leaving),
     new Side(say("Second"), "b", runs, second, draw, leaving),
@@ -36,9 +38,10 @@ export async function mount(main, leaving) {
   drawCurves();
   await Promise.all(sides.map((side) => side.read()));
   const drawn = sides.map((side) => side.drawn());
-  // At step 0 both are the base, which compares nothing.
-  const common = drawn[0].findLast((step) => step > 0 && drawn[1].includes(step));
-  for (const side of sides) side.fill(common);
+  // Of one training the base beside its best; of two, the last step of both: at step 0 both are the base.
+  const common = first === second ? undefined : drawn[0].findLast((step) => step > 0 && drawn[1].includes(step));
+  sides[0].fill(first === second ? drawn[0][0] : common);
+  sides[1].fill(common);
 }
 
 /** One of the two: which run, which step of it, and its sheet of samples. */
@@ -110,7 +113,7 @@ class Side {
 function onlyBase(place, sides) {
   const names = sides.filter(({ sheet }) => sheet?.steps?.length && sheet.steps.every(({ step }) => step === 0)).map(({ run }) => run.value);
   place.hidden = names.length === 0;
-  place.textContent = say("Of {} there are only pictures of the base yet: nothing that it learned.", [...new Set(names)].join(", "));
+  place.textContent = say("Of {} there are only pictures of the base so far.", [...new Set(names)].join(", "));
 }
 
 const same = (one, other) => one.text === other.text && one.seed === other.seed;
@@ -122,18 +125,21 @@ function show(rows, said, sides) {
   const shared = error ? [] : one.prompts.filter((prompt) => other.prompts.some((found) => same(found, prompt)));
   const left = error ? 0 : one.prompts.length + other.prompts.length - 2 * shared.length;
   said.className = error ? "error notice" : "quiet";
+  said.hidden = !error && shared.length > 0 && left === 0;
   said.textContent = error ?? (shared.length
     ? say("Prompts that both have, with the same seed: {}. Prompts that only one of them has: {}.", shared.length, left)
-    : say("They have no prompt in common, so the pictures below are of different prompts. Train both with the same sample prompts to compare them."));
-  if (error || shared.length) {
-    rows.replaceChildren(...shared.map((prompt) => make("figure", {}, caption(prompt), ...sides.map((side) => side.picture(prompt)))));
-    return;
-  }
-  // Each has its own prompts: what each learned is seen all the same.
-  const most = Math.max(one.prompts.length, other.prompts.length);
-  rows.replaceChildren(...Array.from({ length: most }, (_, index) => make("figure", { className: "apart" },
-    ...sides.map(({ sheet }) => (sheet.prompts[index] ? caption(sheet.prompts[index]) : make("figcaption"))),
-    ...sides.map((side) => (side.sheet.prompts[index] ? side.picture(side.sheet.prompts[index]) : make("span"))))));
+    : "");
+  rows.hidden = shared.length === 0;
+  if (!error && !shared.length) said.replaceChildren(...apart(one, other));
+  rows.replaceChildren(...shared.map((prompt) => make("figure", {}, caption(prompt), ...sides.map((side) => side.picture(prompt)))));
+}
+
+/** Say that two trainings have no prompt in common, and lead to where the same one is drawn with both. */
+function apart(one, other) {
+  const text = say("They have no prompt in common, so their pictures cannot be compared.");
+  if (!one.lora || !other.lora || one.base !== other.base) return [text];
+  const address = `/library?${new URLSearchParams({ file: one.lora, beside: other.lora })}`;
+  return [`${text} `, make("a", { href: address, className: "ui-button primary", textContent: say("Draw the same prompt with both") })];
 }
 
 function caption(prompt) {

@@ -1,13 +1,14 @@
 """The page LoRAs, and what its scripts ask: a search, and what is done with one file, RUN/FILE.
 
 /library              all LoRAs, and the place for files of one's own; with ?search=WORDS&base=MODEL those that fit
-/library?file=REF     the page of one
+/library?file=REF     the page of one; with &beside=REF another one is chosen to draw the same
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -24,6 +25,7 @@ from .. import brought, drawing, jobs, lora_files, sharing, uploads
 from ..lora_files import Header, LoraFile, find
 from ..markup import capital, plain
 from ..media import EXPORTS, run_url
+from ..prompt_text import spoken_prompt
 from ..server.pages import Body, Text, answer, attempted, page
 from ..server.templates import render
 from ..server.translation import Words
@@ -32,7 +34,7 @@ from ..trash import store
 from ..upload_names import safe_name
 from ..workplace import Workplace
 from . import describe, tools, try_prompts, view
-from .preview import preview_of, samples_of
+from .preview import TrainingSamples, preview_of, samples_of
 
 LongText = Annotated[str, StringConstraints(max_length=100_000)]
 Answer = Mapping[str, Any]
@@ -210,6 +212,8 @@ def shown(work: Workplace, request: Request, _: Words) -> Answer:
     header = lora_files.read_header(file)
     # A file that cannot be read has no use for any of the tabs.
     more = {} if header.problem else _tabs(work, file, header, _)
+    if (beside := request.query_params.get("beside")) and more:
+        more = {**more, "beside": [*more["beside"], beside]}
     return {"part": "file", "lora": view.head(file, header, _), **more}
 
 
@@ -225,7 +229,7 @@ def _tabs(work: Workplace, file: LoraFile, header: Header, _: Words) -> Answer:
         "warning": _(try_prompts.warning(work)),
         "tries": _tries_now(work, file, _),
         "jobs": _jobs_now(work, made, _),
-        "drawn_by_training": samples_of(file),
+        "drawn_by_training": _drawn_by_training(file, _),
         "stem": file.path.stem,
         "note": file.note,
         "texts": description_of(header.metadata),
@@ -236,6 +240,14 @@ def _tabs(work: Workplace, file: LoraFile, header: Header, _: Words) -> Answer:
         "rank": header.rank,
         "needs_base": file.is_brought and not header.finds_base,
     }
+
+
+def _drawn_by_training(file: LoraFile, _: Words) -> TrainingSamples | None:
+    found = samples_of(file)
+    if found is None:
+        return None
+    said = ({**each, "prompt": spoken_prompt(each["prompt"], _)} for each in found.images)
+    return replace(found, images=tuple(said))
 
 
 def _mergeable(work: Workplace, file: LoraFile, header: Header) -> list[lora_files.Entry]:

@@ -183,8 +183,8 @@ def kept(work: Workplace, _: Words) -> str:
     size = bytes_text(keeper.gpu_bytes or keeper.ram_bytes)
     return _(
         "{} stays loaded ({#}) until {#} minutes after the last picture, or until a training needs its memory.",
-        title(base),
-        size,
+        _.message(title(base)),
+        _.message(size),
         f"{drawing.KEPT_S / 60:.0f}",
     )
 
@@ -263,7 +263,7 @@ def stamp(work: Workplace, tries: Sequence[jobs.Job]) -> tuple[object, ...]:
     shown = tuple(
         (job.id, job.state, len(images(work, job)), best(work, job), _far(job)) for job in tries
     )
-    return shown, drawing.loaded(work) is not None
+    return shown, drawing.loaded(work) is not None, drawing.waits(work)
 
 
 def images(work: Workplace, job: jobs.Job) -> dict[Place, Path]:
@@ -340,7 +340,7 @@ def _try(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
     """Return what tries.html shows of one: a row for each prompt, in it a cell for each file and strength."""
     found, marked, files, prompts = images(work, job), best(work, job), _files(job), _prompts(job)
     columns = [(index, value) for index in range(len(files)) for value in _numbers(job)]
-    far, rows = _far(job), []
+    far, rows = None if drawing.waits(work) is not None else _far(job), []
     # Between a saved picture and the first pass of the next one, what is told is of the one before.
     if far is not None and far.pictures != len(found):
         far = None
@@ -366,7 +366,7 @@ def _try(work: Workplace, job: jobs.Job, _: Words) -> Mapping[str, Any]:
         "error": _error(job, _),
         "draws": job.state == "running",
         "since_s": _since_s(job),
-        "left": _left(job, len(columns) * len(prompts), _),
+        "left": _left(job, len(columns) * len(prompts), _) if drawing.waits(work) is None else "",
         "beside": job.state == "running" and runs.trains(work.runs),
         "columns": [
             (files[index].stem if len(files) > 1 else "", f"{value:g}") for index, value in columns
@@ -418,6 +418,15 @@ def _error(job: jobs.Job, _: Words) -> str:
 
 def _said(work: Workplace, job: jobs.Job, done: int, count: int, _: Words) -> str:
     if job.state == "running":
+        if (pid := drawing.waits(work)) is not None:
+            trains = [run for run in runs.find_runs(work.runs) if run.status.state == "running"]
+            name = next((run.name for run in trains if run.status.pid == pid), "")
+            if name := name or next((run.name for run in trains), ""):
+                return _(
+                    "Waits for the training {}, which needs the memory; it then goes on by itself.",
+                    name,
+                )
+            return _("Waits for another program that needs the memory; it then goes on by itself.")
         if not done and drawing.loaded(work) is None:
             return _("Drawing: loading the base model.")
         return _("Drawing: {} of {} images.", done, count)

@@ -156,7 +156,7 @@ def _told(entry: Entry, _: Words) -> Mapping[str, Any]:
         "trigger": header.trigger,
         "rank": header.rank,
         "best_picture": _best_picture(file, _),
-        "size": bytes_text(file.size_bytes),
+        "size": _.message(bytes_text(file.size_bytes)),
         "written": _.message(lora_files.minute_of(file)),
         "is_brought": file.is_brought,
         "run": "" if file.is_brought else file.run,

@@ -18,6 +18,7 @@ from lora_trainer.reporting.film import FilmKind, Frame, film, frames, why_no_mp
 from lora_trainer.reporting.history import RunHistory, read_history
 
 from ..media import run_url
+from ..prompt_text import spoken_prompt
 from ..runs import run_folder
 from ..server.translation import Words
 from ..workplace import Workplace
@@ -48,7 +49,7 @@ def film_of(folder: Path, history: RunHistory, _: Words, *, best_step: int = 0) 
     opens_at = next((at for at, frame in enumerate(shown) if name and name in frame["src"]), -1)
     return {
         "frames": shown,
-        "prompt": _prompt(history),
+        "prompt": spoken_prompt(_prompt(history), _),
         "no_mp4": _.message(why_no_mp4()),
         "opens_at": opens_at,
         "goes": history.end is None,

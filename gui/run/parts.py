@@ -21,6 +21,7 @@ from lora_trainer.run.run_folder import BEST_RECORD
 from .. import command_lines, runs
 from ..markup import tag
 from ..media import REPORT, run_url, samples_url
+from ..prompt_text import spoken_prompt
 from ..run_best import Best, exports, losses, read_best, recommended
 from ..run_settings import settings_html
 from ..run_state import Look, possible
@@ -178,7 +179,7 @@ def sample_sheet(
         "run": folder.name,
         "ended": history.end is not None,
         "is_slider": strips_of(history.samples) is not None,
-        "prompts": [{"text": prompt, "seed": seed} for prompt, seed in rows],
+        "prompts": [{"text": spoken_prompt(prompt, _), "seed": seed} for prompt, seed in rows],
         "steps": [
             {
                 "step": step,
@@ -211,7 +212,7 @@ def strip_html(seen: Look, strips: Strips | None, _: Words) -> Html:
         is_going=seen.status.state == "running",
         strips=[
             (
-                prompt,
+                spoken_prompt(prompt, _),
                 list(zip(signs, (_address(seen.folder, each) for each in images), strict=True)),
             )
             for (prompt, _seed), images in strips.rows.items()

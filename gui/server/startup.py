@@ -18,7 +18,13 @@ from pathlib import Path
 
 import anyio
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+)
 from starlette.routing import Route, Router
 
 from lora_trainer.hardware.machine import detect
@@ -26,6 +32,7 @@ from lora_trainer.hardware.machine import detect
 from .. import media, uploads
 from ..command_lines import start_plan_processes
 from ..live import live
+from ..markup import place_named
 from ..programs import Tools
 from ..programs.operations import Operations
 from ..programs.served import (
@@ -118,6 +125,8 @@ def _no_page(request: Request) -> Response:
     """Return the answer at an address where there is nothing."""
     if request.method != "GET" or "text/html" not in request.headers.get("accept", ""):
         return PlainTextResponse("There is nothing at this address.", status_code=404)
+    if (path := place_named(request.url.path)) is not None and path != request.url.path:
+        return RedirectResponse(path, status_code=307)
     markup = draw(
         request,
         "shared/fault.html",

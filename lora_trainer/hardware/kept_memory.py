@@ -16,10 +16,11 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter
 
+from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import json_bytes, read_regular, user_cache_folder, write_atomic
 from lora_trainer.common.processes import living
 
-KEPT_MEMORY_FILE = "kept-memory.json"
+KEPT_MEMORY_FILE, TAKEN_FILE = "kept-memory.json", "kept-memory-taken.json"
 _ENDS_WITHIN_S = 10.0
 
 
@@ -44,7 +45,16 @@ class Keeper:
         return 0 if memory is None else memory.rss - getattr(memory, "shared", 0)
 
 
-_KEEPER = TypeAdapter(Keeper)
+@dataclass(frozen=True, kw_only=True)
+class Taker:
+    """The process that ended the one with the number `keeper_pid`, because it needs its memory."""
+
+    keeper_pid: int
+    pid: int
+    started_s: float
+
+
+_KEEPER, _TAKER = TypeAdapter(Keeper), TypeAdapter(Taker)
 
 
 def keeper() -> Keeper | None:
@@ -83,12 +93,17 @@ def make_room(*, needed_bytes: int, free_bytes: int) -> None:
         take_back()
 
 
-def take_back() -> None:
-    """End the process that keeps memory, and wait until it has ended: its memory is free then."""
+def take_back(*, is_told: bool = True) -> None:
+    """End the process that keeps memory, and wait until it has ended: its memory is free then.
+
+    It is told who needs its memory, so that it can go on afterwards; without `is_told` nobody does.
+    """
     found = keeper()
     process = None if found is None else living(found.pid, found.started_s)
     if process is None:
         return
+    assert found is not None
+    _tell_taken(found.pid if is_told else 0)
     with suppress(psutil.Error):  # it has ended by itself, or is somebody else's
         process.terminate()
         try:
@@ -96,6 +111,22 @@ def take_back() -> None:
         except psutil.TimeoutExpired:
             process.kill()
             process.wait(_ENDS_WITHIN_S)
+
+
+def taken_by() -> Taker | None:
+    """Return who asked this process to end for its memory; None where nobody did."""
+    try:
+        found = _TAKER.validate_json(read_regular(_file().with_name(TAKEN_FILE)))
+    except (OSError, ValueError):
+        return None
+    return found if found.keeper_pid == os.getpid() else None
+
+
+def _tell_taken(pid: int) -> None:
+    me = psutil.Process()
+    told = Taker(keeper_pid=pid, pid=me.pid, started_s=me.create_time())
+    with suppress(MachineError):  # it then ends without going on
+        write_atomic(_file().with_name(TAKEN_FILE), json_bytes(asdict(told)), durable=False)
 
 
 def _file() -> Path:

@@ -130,19 +130,23 @@ def cap_allocator(*, limit_bytes: int | None, free_bytes: int, device: torch.dev
     return allowed_bytes
 
 
-def best_device() -> tuple[torch.device, bool]:
+def best_device(*, needed_ram_bytes: int | None = None) -> tuple[torch.device, bool]:
     """Return the best GPU of this machine and whether it computes bf16, else the processor.
 
     For work without a plan: images of a finished LoRA, captions. A process that keeps memory for its next picture
-    gives it back first.
+    gives it back first, on the processor only where what is needed does not fit beside it; None: nobody knows.
     """
+    machine = detect()
+    gpu, _ = machine.accelerator()
+    device = CPU
+    if gpu is not None and torch.get_device_module(gpu.can.torch_type).is_available():
+        device = torch.device(gpu.can.torch_type, gpu.index)
+    if gpu is None or device == CPU or require_kernels(device):
+        free_bytes = machine.usable_ram_bytes
+        needed = free_bytes if needed_ram_bytes is None else needed_ram_bytes
+        make_room(needed_bytes=needed, free_bytes=free_bytes)
+        return CPU, False
     take_back()
-    gpu, _ = detect().accelerator()
-    if gpu is None or not torch.get_device_module(gpu.can.torch_type).is_available():
-        return CPU, False
-    device = torch.device(gpu.can.torch_type, gpu.index)
-    if require_kernels(device):
-        return CPU, False
     first_allocation(device)
     return device, gpu.has_bf16
 

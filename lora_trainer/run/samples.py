@@ -90,6 +90,8 @@ ONE_COLOUR = "TRN-07"
 """The code of a problem: all sample images of a step have one colour."""
 # Replaces a trigger that was trained as new tokens in prompts; no tokenizer has this word.
 WORD_IN_PROMPTS = "<new-word>"
+# What a base takes of the machine's memory to draw without a GPU: its weights, and some room for what is computed.
+_FP32_BYTES, _DRAWING_BYTES = 4, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -474,7 +476,7 @@ class Bench:
         version = (chosen.file, changed.st_mtime_ns, changed.st_size, base)
         if self._adapter is not None and self._version == version:
             return self._adapter
-        device, precision = _device_and_precision(chosen.family)
+        device, precision = _device_and_precision(chosen.family, chosen.facts)
         loaded = (chosen.facts, precision, device)
         keeps_words = self._adapter is not None and self._adapter.word is not None
         if self._pipeline is None or self._base != loaded or keeps_words:
@@ -557,8 +559,9 @@ def _chosen(run: Path, *, base: str | None) -> _Chosen:
     return _Chosen(file=file, config=config, facts=facts, family=families.family(facts.family))
 
 
-def _device_and_precision(family: Family) -> tuple[torch.device, Precision]:
-    device, has_bf16 = best_device()
+def _device_and_precision(family: Family, facts: BaseFacts) -> tuple[torch.device, Precision]:
+    weights = sum(facts.release.parameters.values())
+    device, has_bf16 = best_device(needed_ram_bytes=_FP32_BYTES * weights + _DRAWING_BYTES)
     if device.type == "cpu":
         return device, "fp32"
     return device, next(each for each in family.traits.precisions if each != "bf16" or has_bf16)
@@ -676,12 +679,14 @@ def make_images(
     strengths: Sequence[float],
     references: Sequence[Path] = (),
     bench: Bench | None = None,
+    go_on: bool = False,
 ) -> Iterator[Path]:
     """Write and yield an image for each prompt and strength; `run` is a run folder or an adapter file.
 
-    A `bench` keeps the base loaded for the next call. All images begin with the same `references`, and all strengths
-    of a prompt have the same seed. Raises InputError without an adapter, RequestError if the base is unknown or options
-    behind a prompt cannot be drawn, MachineError if the disk refuses.
+    A `bench` keeps the base loaded for the next call; with `go_on` images that are there are not drawn again. All
+    images begin with the same `references`, and all strengths of a prompt have the same seed. Raises InputError without
+    an adapter, RequestError if the base is unknown or options behind a prompt cannot be drawn, MachineError if the disk
+    refuses.
     """
     for strength in strengths:
         _refuse_not_finite(strength)
@@ -696,6 +701,9 @@ def make_images(
         raise disk_error(output, error) from error
     names = try_names(adapter.file.stem, wanted, seed=seed, strengths=strengths)
     for (index, prompt), strength in product(enumerate(prompts), strengths):
+        if go_on and (output / names[index, strength]).is_file():
+            yield output / names[index, strength]
+            continue
         try:
             image = adapter.image(prompt, seed=seed + index, strength=strength, references=images)
         except RuntimeError as error:

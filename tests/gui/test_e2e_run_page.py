@@ -369,7 +369,7 @@ def test_a_run_is_compared_and_trained_again_with_changes(
     finished_run(place.runs / "other <b>")
     place.server.open(page, "/run?run=done")
     page.get_by_role("link", name="Compare with another training").click()
-    page.get_by_text("Prompts that both have, with the same seed: 3.").wait_for()
+    page.locator(".pairs img").nth(5).wait_for()
     second = page.get_by_role("group", name="Second")
     assert page.get_by_role("group", name="First").get_by_label("Training").input_value() == "done"
     second.get_by_label("Training").select_option("other <b>")

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from lora_trainer.common.files import json_bytes, user_cache_folder
+from lora_trainer.hardware import kept_memory
 from lora_trainer.hardware.kept_memory import (
     KEPT_MEMORY_FILE,
     keep,
@@ -18,6 +19,7 @@ from lora_trainer.hardware.kept_memory import (
     make_room,
     take_back,
     take_back_gpu,
+    taken_by,
 )
 from lora_trainer.hardware.machine import GIB, detect
 from tests.fakes.nvml import FakeCard, FakeNvml
@@ -99,3 +101,26 @@ def test_the_process_is_ended_before_its_memory_is_needed_and_no_other_that_has_
     keep(gpu_uuid="", gpu_bytes=0)
     assert keeper() is None, "a process does not end itself"
     take_back()
+
+
+def test_who_is_ended_for_its_memory_learns_by_whom_and_nobody_else_does(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started_s = psutil.Process(process.pid).create_time()
+    told(pid=process.pid, started_s=started_s)
+    take_back()
+    own = psutil.Process().pid
+    assert taken_by() is None, "of another process"
+    monkeypatch.setattr(kept_memory.os, "getpid", lambda: process.pid)
+    found = taken_by()
+    assert found is not None and found.pid == own
+
+
+def test_who_gives_its_memory_back_for_nobody_is_told_nothing(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(pid=process.pid, started_s=psutil.Process(process.pid).create_time())
+    take_back(is_told=False)
+    assert process.poll() is not None
+    monkeypatch.setattr(kept_memory.os, "getpid", lambda: process.pid)
+    assert taken_by() is None
