@@ -34,6 +34,7 @@ from tests.fakes.gui_server import ROOT, GuiServer
 from tests.fakes.hub_server import TOKEN, HubServer, hub_server
 from tests.fakes.live_runs import write_status
 from tests.fakes.queues import until
+from tests.fakes.runs import write_dataset
 from tests.gui.conftest import NO_SERVER, WITHIN_MS, NewPage, StartGui, page_script, tree
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -306,6 +307,27 @@ def test_two_heaps_of_images_become_pairs(page: Any, place: Place, tmp_path: Pat
     assert page.get_by_label("Edits images").is_checked()
     page.locator(".base-card", has_text="Qwen-Image-Edit-2511").wait_for()
     assert not page.locator(".base-card", has_text="Stable Diffusion XL base").is_visible()
+
+
+def test_a_caption_that_is_typed_is_counted_and_a_start_without_any_offers_a_trigger_word(
+    page: Any, place: Place, tmp_path: Path
+) -> None:
+    write_dataset(tmp_path / "set", images=3)
+    for caption in (tmp_path / "set").glob("*.txt"):
+        caption.unlink()
+    place.server.open(page, f"/train?draft=new&folder={tmp_path / 'set'}")
+    page.get_by_text("3 images have no caption").wait_for()
+    caption = page.locator(".ds-card textarea").first
+    for text, count in (("a dog", 2), ("", 3)):
+        caption.fill(text)
+        caption.blur()
+        page.get_by_text(f"{count} images have no caption").wait_for()
+    page.get_by_role("button", name=ON).click()
+    bar = page.locator(".go-on:visible")
+    bar.get_by_text("None of the 3 images has a caption").wait_for()
+    bar.get_by_role("button", name=re.compile("Set the trigger word")).click()
+    bar.get_by_text("None of the").wait_for(state="detached")
+    assert page.get_by_label("Trigger word (optional)").input_value()
 
 
 @pytest.mark.parametrize("is_online", [True, False], ids=["online", "offline"])
