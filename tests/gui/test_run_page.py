@@ -896,7 +896,7 @@ def test_a_slider_shows_its_newest_samples_from_less_to_more(live: Path) -> None
         ("10", "00"),
     ]
     assert re.findall(r"<span[^>]*>(\S+)</span></li>", html) == ["\u22122", "0", "+1"]
-    assert "a &lt;b&gt; person --w 64</figcaption>" in html and "Each round of samples" in html
+    assert "a &lt;b&gt; person, 64 px wide</figcaption>" in html and "Each round of samples" in html
     append(live, event="sample", step=20, images=[], seconds=1.0, time=1.0)
     row = {"prompt": "a <b> person --m 1", "seed": 5, "file": "samples/step-00000020/00.png"}
     both = [row, {**row, "prompt": "a <b> person --m -1", "file": "samples/step-00000020/01.png"}]
