@@ -17,7 +17,9 @@ from typing import Any
 from lora_trainer.config import PRIORITIES, Priority
 from lora_trainer.config.config import flatten, setting_keys
 from lora_trainer.config.layers import TIERS, AskedFor, load_presets, preset_families, resolve
+from lora_trainer.families import detect
 from lora_trainer.families.base.tables import head
+from lora_trainer.families.files.locate import EMBEDDED_FOLDER
 from scripts.marked_tables import with_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
@@ -48,7 +50,10 @@ def views_of_families() -> Iterator[tuple[str, Sequence[int]]]:
 
 def with_view_table(page: str) -> str:
     """Return the text of docs/captions.md with a new table of views between its two markers."""
-    rows = [*views_of_families(), ("the built-in miniature base", _views("sd15", "cpu"))]
+    rows = [
+        *views_of_families(),
+        ("the built-in miniature base", _views(detect(EMBEDDED_FOLDER).name, "cpu")),
+    ]
     lines = [
         _line(["family", *(f"`{priority}`" for priority in PRIORITIES)]),
         _line(["---", *("---:" for _ in PRIORITIES)]),
