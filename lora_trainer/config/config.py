@@ -89,6 +89,7 @@ class SettingInfo:
     form: Form
     detail: str = ""
     source: str = ""
+    own_label: str = ""
     only_for: Needs = field(default_factory=dict)
     not_for: Needs = field(default_factory=dict)
     idle_with: Needs = field(default_factory=dict)
@@ -105,8 +106,8 @@ class SettingInfo:
     @property
     def label(self) -> str:
         """The name for display, without section and unit: "Min SNR gamma", "Save every N steps"."""
-        if self.key in _LABELS:
-            return _LABELS[self.key]
+        if self.own_label:
+            return self.own_label
         words = self.key.partition(".")[2].split("_")
         if self.unit and len(words) > 1 and words[-1] == self.unit.lower():
             words.pop()  # the unit is shown beside the value
@@ -250,14 +251,6 @@ _SPELLED = {
     "dora": "DoRA",
     "rslora": "rsLoRA",
     "vram": "VRAM",
-}
-# Names that their keys do not give: beside other sections, or without their unit, they would say too little.
-_LABELS = {
-    "optimizer.name": "Optimizer",
-    "memory.streamed_blocks": "Streamed blocks",
-    "adapter.new_tokens": "New tokens",
-    "slider.denoising_steps": "Denoising steps",
-    "sampling.every_steps": "Samples every N steps",
 }
 
 

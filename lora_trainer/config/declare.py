@@ -170,6 +170,7 @@ def setting(
     unit: str = "",
     detail: str = "",
     source: str = "",
+    label: str = "",
     only_for: Needs = MappingProxyType({}),
     not_for: Needs = MappingProxyType({}),
     idle_with: Needs = MappingProxyType({}),
@@ -182,7 +183,8 @@ def setting(
     """Declare one setting; `unit` is shown beside the value wherever it is printed.
 
     `doc` says in plain words what it does; `detail` adds what only some ask for, such as a formula, and `source` the
-    papers that it is from, "Authors year, arXiv NUMBER" each, with a semicolon between.
+    papers that it is from, "Authors year, arXiv NUMBER" each, with a semicolon between. `label` is its name for
+    display, where the key without its section and unit would say too little.
 
     The setting has an effect only while each setting in `only_for` has one of its listed values, no setting
     in `not_for` has, and not all settings in `idle_with` have; otherwise it changes nothing, or is refused
@@ -193,7 +195,8 @@ def setting(
     constraints.
     """
     extra: dict[str, Any] = {"unit": unit}
-    extra |= {name: text for name, text in (("detail", detail), ("source", source)) if text}
+    texts = {"detail": detail, "source": source, "own_label": label}
+    extra |= {name: text for name, text in texts.items() if text}
     for name, needs in (("only_for", only_for), ("not_for", not_for), ("idle_with", idle_with)):
         if needs:
             extra[name] = {key: list(values) for key, values in needs.items()}

@@ -155,6 +155,7 @@ class AdapterSettings(Section):
     new_tokens: Annotated[int, Field(ge=0, le=32)] = setting(
         0,
         "new words that the text encoders learn for your trigger word (pivotal tuning); 0: none",
+        label="New tokens",
         detail="Token vectors per text encoder",
         unit="tokens",
         resume="forbidden",
@@ -290,6 +291,7 @@ class SliderSettings(Section):
     denoising_steps: Annotated[int, Field(ge=1, le=100)] = setting(
         10,
         "steps in which the slider draws what it learns from, as it has no images",
+        label="Denoising steps",
         detail="From noise to the noise level of a sample",
         unit="steps",
     )

@@ -313,6 +313,7 @@ class OptimizerSettings(Section):
     name: OptimizerName = setting(
         "adamw",
         "how it learns: adamw is usual, prodigy finds its own rate, 8bit needs less memory",
+        label="Optimizer",
         detail="paged: in RAM when it must; `module:Class` is one of a package of yours",
         headline=True,
         resume="forbidden",

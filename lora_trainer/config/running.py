@@ -74,6 +74,7 @@ class MemorySettings(Section, Generic[A_co]):
     streamed_blocks: Interval | A_co = setting(
         "auto",
         "parts of the model that stay in RAM and go to the GPU when they are needed; slower",
+        label="Streamed blocks",
         unit="blocks",
         only_for=CARD,
         headline=True,
@@ -242,7 +243,9 @@ class SamplingSettings(Section, Generic[A_co]):
         unit="images",
     )
     negative_prompt: str = free_setting("", "what the sample images should not show")
-    every_steps: Interval | A_co = free_setting("auto", "steps between sample images; 0: never")
+    every_steps: Interval | A_co = free_setting(
+        "auto", "steps between sample images; 0: never", label="Samples every N steps"
+    )
     steps: Annotated[int, Field(ge=1, le=1000)] | A_co = free_setting(
         "auto", "steps in which a sample is drawn; auto: as the makers of the model advise"
     )
