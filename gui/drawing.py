@@ -112,7 +112,7 @@ def _begin(work: Workplace, folder: Folder) -> None:
 
 def start_process(work: Workplace, folder: Folder, *after: str) -> subprocess.Popen[bytes]:
     """Start the process that draws; `after` are number and start of the one whose end it waits for first."""
-    with folder.log.open("ab" if after else "wb") as log:
+    with folder.log.open("ab") if after else folder.log.open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "lora_trainer.gui.drawing_process", str(work.runs), *after],
             **detached(log),  # a Ctrl-C meant for the interface does not reach it

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import command_lines, drafts
+from lora_trainer.gui.clock import day_text
 from lora_trainer.gui.datasets import caption_job, requests
 from lora_trainer.gui.datasets.api import DatasetApi
 from lora_trainer.gui.datasets.name_captions import caption_from_names
@@ -369,7 +370,7 @@ def test_a_folder_has_a_card_with_images_that_can_be_shown_and_says_how_many_lac
     assert (glance["name"], glance["uploaded"]) == (folder.name, False)
     assert (glance["images"], glance["without_caption"]) == (9, 7)
     assert glance["shown"] == ["p0.png", "p2.png", "p4.png", "p6.png"]
-    assert glance["used"] == time.strftime("%Y-%m-%d")
+    assert glance["used"] == day_text(time.time())
     # An upload that came without a name is called by its trigger word, as soon as it has one.
     for name, called in (("dataset-2", "mukbot"), ("my robots", "my robots")):
         upload = work.own / "uploads" / name

@@ -320,7 +320,7 @@ def test_a_finished_lora_is_copied_and_published(
     loras = place.runs.parent / "ComfyUI" / "models" / "loras"
     loras.mkdir(parents=True)
     place.server.open(page, "/run?run=done")
-    page.get_by_text("on the images kept aside").wait_for()
+    page.locator("p", has_text="did best on the images kept aside").wait_for()
     page.get_by_role("button", name="Copy to ComfyUI or Forge").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("The program, or its folder of LoRAs").fill(str(place.runs))
