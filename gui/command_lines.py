@@ -26,7 +26,7 @@ from lora_trainer.common.files import user_path, windows_name_problem
 from lora_trainer.common.records import of_json
 from lora_trainer.common.wording import one_line
 from lora_trainer.config.config import build_config
-from lora_trainer.config.inputs import EMBEDDED, EMBEDDED_EDIT, MINIATURES
+from lora_trainer.config.inputs import EMBEDDED, MINIATURES
 from lora_trainer.dataset.slider_file import is_slider_file
 from lora_trainer.hardware.machine import detect
 from lora_trainer.queue import commands
@@ -34,11 +34,12 @@ from lora_trainer.reporting.plan_record import PlanRecord
 from lora_trainer.reporting.run_record import read
 
 from . import slider_words
+from .bases import RECOMMENDED, RECOMMENDED_FOR_PAIRS
 from .drafts import PAIRS, SLIDER, Draft
 from .fence import fenced
 from .own_load import own_load
 from .plan_process import BASES, Done, PlanProcess
-from .server.asset_files import EXAMPLE
+from .server.asset_files import EXAMPLE, EXAMPLE_NAME
 from .upload_names import is_image
 from .uploads import is_unnamed, is_uploaded
 from .workplace import Workplace
@@ -59,12 +60,14 @@ _PROCESSES = {"plan": _PLANS, BASES[0]: _PLANS, "check": _CHECKS, "models": _CHE
 def check_words(draft: Draft, work: Workplace) -> Words:
     """Return the command that reports on the dataset; raises RequestError or InputError.
 
-    Images are judged for the base that the plan takes, as that is what they would be trained in.
+    Images are judged for the chosen base. Where nobody has chosen and the plan would take the miniature,
+    they are judged for the base that is recommended: at its size every photograph would be large enough.
     """
+    dataset = dataset_of(draft, work)
     return (
         "check",
-        str(dataset_of(draft, work)),
-        *base_words(draft.base, work),
+        str(dataset),
+        *base_words(judged_for(draft, dataset), work),
         *_sets(draft, work),
         "--json",
     )
@@ -105,13 +108,11 @@ def _own_name(draft: Draft, dataset: Path, work: Workplace) -> str:
     return ""
 
 
-def taken_base(draft: Draft) -> str:
-    """Return the base that a draft is trained on, empty where only the plan knows which this machine takes."""
-    if draft.base.strip() not in ("", "auto"):
+def judged_for(draft: Draft, dataset: Path) -> str:
+    """Return the base that the images of a draft are judged for; the example is made for the miniature."""
+    if draft.base.strip() not in ("", "auto") or dataset.name == EXAMPLE_NAME or has_gpu():
         return draft.base
-    if has_gpu():
-        return ""
-    return EMBEDDED_EDIT if draft.kind == PAIRS else EMBEDDED
+    return RECOMMENDED_FOR_PAIRS if draft.kind == PAIRS else RECOMMENDED
 
 
 @cache

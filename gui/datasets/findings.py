@@ -286,7 +286,7 @@ def _remark(rows: Sequence[Mapping[str, Any]], said: Words, *, of_pairs: bool) -
             severity=severity,
             text=said(named.one) if counted["count"] == "1" else said(named.some, counted["count"]),
             names=", ".join(names[:_NAMED]),
-            more=max(0, len(names) - _NAMED),
+            more=max(0, int(counted["count"].replace(",", "")) - _NAMED),
             why=said(
                 named.why_of_one if counted["count"] == "1" and named.why_of_one else named.why
             ),

@@ -393,7 +393,7 @@ def images_part(work: Workplace, draft: Draft, said: Words) -> ImagesPart:
     if answer.values is None:
         return ImagesPart(html=error(refusal or answer.error, said))
     check.remember(work, folder, words, answer.values)  # for the cards of the images
-    judged = command_lines.taken_base(draft)
+    judged = command_lines.judged_for(draft, folder)
     assumed = said.message(base_names.title(judged)) if judged != draft.base else ""
     shown, is_good = report(answer.values, said, assumed=assumed)
     on = (

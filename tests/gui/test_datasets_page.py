@@ -492,21 +492,23 @@ def test_the_page_lists_what_is_odd_now_with_a_button_each(
     assert len(alike) == 5 and {row["find"] for row in alike} == {"mukbot on grass"}
 
 
-def test_images_are_judged_for_the_base_that_is_taken_and_the_page_says_for_which(
+def test_images_are_judged_for_the_base_that_is_chosen_or_recommended_and_the_example_for_the_miniature(
     work: Workplace, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At the miniature's 64 px every photograph would be large and sharp enough."""
     monkeypatch.setattr(command_lines, "has_gpu", lambda: False)
     draft = drafts.new(work, dataset=str(folder))
-    chosen = replace(draft, base="someone/sdxl")
-    assert command_lines.taken_base(draft) == "embedded"
-    assert command_lines.taken_base(replace(draft, kind=drafts.PAIRS)) == "embedded-edit"
-    assert command_lines.taken_base(chosen) == "someone/sdxl"
-    assert "someone/sdxl" in " ".join(command_lines.check_words(chosen, work))
-    assert not any("xl" in word for word in command_lines.check_words(draft, work)[2:])
-    shown = train_view.images_part(work, draft, words(ENGLISH))
-    assert "Judged for Miniature, until you choose a base" in shown.html
+    example = Path("anywhere") / command_lines.EXAMPLE_NAME
+    for base, at, judged in (
+        ("auto", folder, command_lines.RECOMMENDED),
+        ("someone/sdxl", folder, "someone/sdxl"),
+        ("auto", example, "auto"),
+    ):
+        assert command_lines.judged_for(replace(draft, base=base), at) == judged
+    pairs = replace(draft, kind=drafts.PAIRS)
+    assert command_lines.judged_for(pairs, folder) == command_lines.RECOMMENDED_FOR_PAIRS
     monkeypatch.setattr(command_lines, "has_gpu", lambda: True)
-    assert command_lines.taken_base(draft) == "", "which the plan says"
+    assert command_lines.judged_for(replace(draft, base="auto"), folder) == "auto"
 
 
 def test_the_check_is_on_the_cards_until_a_picture_or_the_size_changes(
@@ -1148,6 +1150,10 @@ def test_captions_that_are_all_alike_are_quoted_and_can_be_shown_before_the_fold
     lacking = finding("no-mask", count=3, all=5, lack="no mask", names="a.png, b.png, ...")
     report, _ = report_on(check_answer(findings=[asdict(lacking)], images=5), words(ENGLISH))
     assert report.count("so the whole image counts") == 1 and "a.png, b.png, ..." in report
+    names = "a.png, b.png, c.png, d.png, e.png and 13 more"
+    lacking = finding("no-mask", count=18, all=19, lack="no mask", names=names)
+    report, _ = report_on(check_answer(findings=[asdict(lacking)], images=19), words(ENGLISH))
+    assert "d.png" in report and "e.png" not in report and "and 14 more" in report
     # A mask that cannot be used is shown with its image.
     what = "is black everywhere: nothing would be learned"
     bad = {"kind": "bad-mask", "severity": "error", "file": "m/IMG_1-masklabel.png", "what": what}

@@ -333,14 +333,6 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def halve(folder: Path) -> None:
-    """Make the images smaller than what the miniature draws, which they are judged for."""
-    for file in folder.glob("*.png"):
-        with Image.open(file) as image:
-            half = image.resize((image.width // 2, image.height // 2))
-        half.save(file)
-
-
 def open_folder(page: Any, server: GuiServer, folder: Path) -> None:
     server.open(page, f"/datasets?folder={quote(str(folder))}")
     caption(page, "a.png").wait_for()
@@ -451,7 +443,6 @@ def test_pages_come_into_one_shell_and_none_stays_behind(
 def test_edit_undo_reload_bulk_exclude(
     page: Any, server: GuiServer, folder: Path, expected: list[str]
 ) -> None:
-    halve(folder)
     expected.append("a.png&size=")  # it may be asked for while its image is moved
     open_folder(page, server, folder)
     assert caption(page, ODD).input_value() == SCRIPT
@@ -566,7 +557,6 @@ def test_an_answer_that_comes_late_changes_no_caption_folder_or_trigger(
     page: Any, server: GuiServer, folder: Path, tmp_path: Path
 ) -> None:
     job = {"said": "done", "done": 4, "count": 4, "problems": [], "models": []}
-    halve(folder)
     states = ["running", "", "finished"]
 
     def state_of_captioning(route: Any) -> None:
