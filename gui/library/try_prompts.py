@@ -427,7 +427,7 @@ def _said(work: Workplace, job: jobs.Job, done: int, count: int, _: Words) -> st
                     name,
                 )
             return _("Waits for another program that needs the memory; it then goes on by itself.")
-        if not done and drawing.loaded(work) is None:
+        if not done and drawing.far(job) is None:
             return _("Drawing: loading the base model.")
         return _("Drawing: {} of {} images.", done, count)
     if job.state == "failed":

@@ -29,12 +29,12 @@ export function mountLength(place, fields, changed) {
     const { images, held_out: kept, batch } = plan;
     if (!images) { said.textContent = ""; return; } // of a slider, which has none
     const [length, all, often] = [count, images, times(count)].map((number) => number.toLocaleString("en"));
-    const how = count * ratio() < 0.95 ? say("{} steps of {} = some of the {} images.", length, batch, all)
-      : say("{} steps of {} = each of the {} images about {}\u00d7.", length, batch, all, often);
-    const more = kept === 1 ? say("1 more kept aside, to measure how well it learns.") : say("{} more kept aside, to measure how well it learns.", (kept ?? 0).toLocaleString("en"));
+    const how = count * ratio() < 0.95 ? say("{#} steps of {#} = some of the {#} images.", length, String(batch), all)
+      : say("{#} steps of {#} = each of the {#} images about {#}\u00d7.", length, String(batch), all, often);
+    const more = kept === 1 ? say("1 more kept aside, to measure how well it learns.") : say("{#} more kept aside, to measure how well it learns.", (kept ?? 0).toLocaleString("en"));
     const aside = kept ? more : say("None is kept aside, so how well it learns is not measured.");
     said.textContent = `${how} ${aside}`;
-    if (kept) onAll.textContent = say("Train on all {}", (images + kept).toLocaleString("en"));
+    if (kept) onAll.textContent = say("Train on all {#}", (images + kept).toLocaleString("en"));
     const pressed = document.activeElement;
     onAll.hidden = !kept;
     back.hidden = !plan.trains_on_all || !onAll.hidden; // a press is taken back by another

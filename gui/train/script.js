@@ -24,6 +24,7 @@ export function mount(main, leaving) {
   const one = (selector) => page.querySelector(selector);
   let step = 0;
   let writing = Promise.resolve();
+  let judgedFor = ""; // the base that the images were judged for
   let judged = Promise.resolve(); // once what was chosen or typed last on the first step has its report
   let retry = 0;
 
@@ -125,6 +126,7 @@ export function mount(main, leaving) {
   function drawImages({ html, folder, next, lacks }) {
     // What a file says that was brought before its images is another now that they are there.
     if (folder && one(".brought .awaits")) { location.replace(pageOfStart); return; }
+    judgedFor = fields.read("base.model");
     one("#report").innerHTML = html; // markup of our own server, in which every text is escaped
     one("#next").hidden = !next;
     one("#next").disabled = Boolean(lacks) && !isWriting();
@@ -157,7 +159,9 @@ export function mount(main, leaving) {
     }
     one("#to-images").disabled = at !== 2;
     if (at === 2) one(".brought details")?.removeAttribute("open"); // the bases stand below it
-    if (at === 1 && !seen.images && (isOfWords() || fields.read("dataset"))) report();
+    // Another base judges them anew.
+    const isJudged = seen.images && judgedFor === fields.read("base.model");
+    if (at === 1 && !isJudged && (isOfWords() || fields.read("dataset"))) report();
     if (at === 2) { plan(); bases.open(); }
   }
 

@@ -452,7 +452,7 @@ def test_a_remark_on_all_images_is_counted_and_has_the_captions_written(
     # Its heading, and not only the words of the command, "18 of 18 images have no caption".
     assert re.search(r">\s*18 images have no caption", report) and "Some" not in report
     assert '<button type="button" class="primary" data-write>' in report
-    assert "Judged for SDXL" in report
+    assert "Judged for a real base, SDXL" in report
     # Of pairs the heading says that they are, and not the words of the command.
     for pairs, heading, said in ((5, "5 pairs", ""), (2, "5 images", "2 of 5 images come with a")):
         found = finding("references", file="references/", pairs=pairs, images=5)
