@@ -294,20 +294,23 @@ def _remark(rows: Sequence[Mapping[str, Any]], said: Words, *, of_pairs: bool) -
     count = _count(rows)
     names = [_named(row) for row in rows if row.get("file")]
     what, find = str(first.get("what", "")), str(first.get("find", ""))
+    unnamed = max(0, len(names) - _NAMED)
     if same := _SAME.search(what):
         # The heading says how many; which they are is what they all say.
         find = same["text"]
         names = [f"\u201c{find}\u201d"]
     elif not names and kind != "no-caption" and ": " in what:
         # Of all images together: the heading has the number and the words of the page, and here are the names.
+        # The command itself names a few, "a.png, ... and 13 more".
         names = what.rpartition(": ")[2].split(", ")
+        unnamed = max(0, count - _NAMED)
     of_reading = kind == "unusable"
     return Remark(
         severity=severity,
         text=said(named.one) if count == 1 else said(named.some, f"{count:,}"),
         names=", ".join(names[:_NAMED]),
         about="" if names or kind == "no-caption" else sentence(what, said),
-        more=max(0, len(names) - _NAMED),
+        more=unnamed,
         found=sentence(what, said) if of_reading else "",
         advice=sentence(str(first.get("advice", "")), said) if of_reading else "",
         why=said(named.why_of_one if count == 1 and named.why_of_one else named.why),

@@ -31,12 +31,12 @@ from ..markup import capital, named, worded
 from ..plan_view import bar_bytes, fit_sentence, from_now_s, limit_share, memory_parts, span
 from ..server.language import ENGLISH
 from ..server.translation import Words, words
-from ..setting_edit import FOLDER, as_json, given
+from ..setting_edit import FOLDER, NAME, as_json, given
 from ..setting_text import text_of
 from ..workplace import Workplace
 from . import presets
 
-_DEFAULT = "default"
+_DEFAULT, _COMMAND_LINE = "default", "command line"
 # Where a value comes from in words, by the first word of its layer in the plan; a file is named.
 _FROM = {
     "default": "usual",
@@ -239,10 +239,13 @@ def planned(draft: Draft, answer: Answer, said: Words) -> dict[str, Any]:
     Without a plan the defaults stand in its place, with the reason why there is none.
     """
     plan = answer.plan
-    settings = plan.settings if plan is not None else {}
+    own = given(draft)
+    settings = dict(plan.settings) if plan is not None else {}
+    if name := own.get(NAME):  # plans are asked for without it, as it changes nothing of them
+        settings[NAME] = SettingRecord(value=name, origin=_COMMAND_LINE, reason="")
     values = {
         **flatten(Config()),
-        **given(draft),
+        **own,
         **{key: setting.value for key, setting in settings.items()},
     }
     preset = None if plan is None else _preset(plan)

@@ -243,6 +243,9 @@ def test_what_is_in_force_comes_with_its_origin_and_a_bar_of_the_plan_or_the_rea
     assert (resolution["text"], resolution["from"]) == ("64", "chosen automatically")
     assert resolution["reason"] == "the size embedded was trained on"
     assert found["fields"]["data.flip"]["from"] == "usual"
+    call("change", key="output.name", text="own name")
+    name = call("plan")["fields"]["output.name"]
+    assert (name["text"], name["layer"]) == ("own name", "command line"), "no plan knows it"
     needs = "needs \u201cPrediction\u201d = flow, but it is epsilon"
     assert found["unused"]["objective.flow_shift"] == needs
     assert "adapter.rank" not in found["unused"]
