@@ -1,5 +1,5 @@
 // The base models as cards: a picture, one verdict (how long, whether it fits), what it is for, the rest on demand. One card after another is planned, so that the page can be used meanwhile, a folded one
-// when it comes into sight; then those that fit come first. Below are the models that other programs have here already.
+// when it comes into sight; a card keeps its place, so that no click hits another. Below are the models that other programs have here already.
 // Above the cards stands what the chosen one lacks: a gated one leads to Hugging Face.
 import { make } from "/ui/dialog.js";
 import { signIn } from "/ui/share/sign_in.js";
@@ -17,7 +17,6 @@ const MINIATURES = [MINIATURE, MINIATURE_EDIT];
 const OWN_FILE = { source: "", name: say("Your own model"), good_for: say("A checkpoint of Civitai or of your own: its kind is recognised."), picture: emblem("own"), download: say("Browse \u2026") };
 const STAYING = new Set([AUTO.source, OWN_FILE.source]); // whatever is filtered
 const SUBJECTS = new Set(["people", "anime", "photos"]);
-const RANK = { good: 0, slow: 1, bad: 3 };
 const FOUND_SHOWN = 8;
 const ESTIMATING = { fits: "awaited", said: say("Estimating \u2026") };
 const FILTERS = [
@@ -70,7 +69,7 @@ export class Bases {
     this.isOpen = !answer.isAway;
     this.signedIn = answer.signed_in;
     for (const row of [AUTO, ...(answer.cards ?? []), OWN_FILE, ...MINIATURES]) {
-      this.cards.set(row.source, { ...card(row, () => this.press(row.source)), row, fit: null, order: this.cards.size });
+      this.cards.set(row.source, { ...card(row, () => this.press(row.source)), row, fit: null });
     }
     this.place.replaceChildren(...[...this.cards.values()].map(({ node }) => node));
     if (answer.error) this.place.append(make("p", { className: "error notice", textContent: answer.error }));
@@ -170,7 +169,7 @@ export class Bases {
     return [...this.cards.values()].filter((each) => this.isAwaited(each));
   }
 
-  /** Plan the cards in sight that have no verdict yet, one after another; then those that fit come first. */
+  /** Plan the cards in sight that have no verdict yet, one after another. */
   async plan() {
     this.isAskedAgain = true;
     if (this.planning) return;
@@ -189,7 +188,6 @@ export class Bases {
     if (this.leaving.aborted) return;
     for (const each of this.awaited()) each.tell({}); // the server is away
     this.show();
-    this.sort();
   }
 
   /** Ask for the verdict on a card; null where the page is left or the server away. */
@@ -234,17 +232,6 @@ export class Bases {
     button.querySelector(".load").textContent = row.download ?? "";
     button.querySelector(":scope > .quiet").textContent = row.good_for;
     about(row);
-  }
-
-  /** Bring what fits to the front, unless somebody is among the cards. */
-  sort() {
-    if (this.place.contains(document.activeElement)) return;
-    const rank = ({ row, fit, order }) => {
-      if (row === AUTO) return -1;
-      if (row === OWN_FILE || MINIATURES.includes(row)) return 1000 + order;
-      return 100 * (RANK[fit?.fits] ?? 2) + order;
-    };
-    this.place.append(...[...this.cards.values()].sort((a, b) => rank(a) - rank(b)).map(({ node }) => node));
   }
 
   // ---- models that other programs have on this machine

@@ -454,9 +454,14 @@ def no_card_is_of_the_steps_before(page: Any) -> None:
 def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_real_one(
     page: Any, place: Place
 ) -> None:
-    place.server.open(page, "/train?draft=new&example=1")
+    with page.expect_response("**/train/bases") as answer:
+        place.server.open(page, "/train?draft=new&example=1")
     page.locator(".plan-line", has_text="Fits:").wait_for()
     no_card_is_of_the_steps_before(page)
+    cards = page.locator(".bases:not(.found) .base-card")
+    shown = cards.evaluate_all("cards => cards.map((card) => card.dataset.source)")
+    offered = [row["source"] for row in answer.value.json()["cards"]]
+    assert shown == ["auto", *offered, "", "embedded", "embedded-edit"], "a card keeps its place"
     gated = page.locator(".base").filter(has_text="Accept its terms on Hugging Face first")
     page.get_by_role("button", name="Show all base models").click()
     gated.filter(has_text="Does not fit").first.locator(".base-card").click()
