@@ -21,6 +21,7 @@ from lora_trainer.reporting.charts import Html, text, timestep_bars
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord
 
 from .. import plan_view
+from ..datasets.view import badge_kind
 from ..drafts import Draft
 from ..markup import setting_said
 from ..messages import message, sentence
@@ -48,13 +49,13 @@ _OF_BASE = {
     "low-resolution": (
         "1 of {#} images is smaller than this base is trained at and would be enlarged",
         "{#} of {#} images are smaller than this base is trained at and would be enlarged",
-        "What is learned from them is soft: give larger ones, or choose a smaller size.",
+        "What is enlarged is learned soft: give larger ones, or choose a smaller size.",
         "{#} of {#} images are small",
     ),
     "blurred": (
         "1 of {#} images looks blurred at this size",
         "{#} of {#} images look blurred at this size",
-        "Leave them out, or choose a smaller size.",
+        "Leave out what is blurred, or choose a smaller size.",
         "{#} of {#} images look blurred in it",
     ),
 }
@@ -316,14 +317,24 @@ def _decided(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
 
 
 def of_images(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
-    """Yield of how many images the planned size makes something that harms the training; `short` is for a card."""
+    """Yield of how many images the planned size makes something that harms the training; `short` is for a card.
+
+    `shows` is the badge of these images on the step Images.
+    """
     of_all = f"{found.images.get('all', 0):,}"
     for kind, (of_one, of_several, advice, short) in _OF_BASE.items():
         count = found.images.get(kind, 0)
         if count:
             told = said(of_one, of_all) if count == 1 else said(of_several, f"{count:,}", of_all)
             brief = said(short, f"{count:,}", of_all)
-            yield {"what": told, "advice": said(advice), "severity": "warning", "short": brief}
+            yield {
+                "what": told,
+                "advice": said(advice),
+                "severity": "warning",
+                "short": brief,
+                "shows": badge_kind(kind),
+                "label": said("Show it" if count == 1 else "Show them"),
+            }
 
 
 def at_fields(found: PlanRecord, draft: Draft, said: Words) -> dict[str, Html]:
@@ -359,4 +370,5 @@ def _remarks(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
             "what": sentence(remark.what, said),
             "advice": sentence(remark.advice, said) if is_advised else "",
             "severity": "note",
+            "shows": "",
         }

@@ -191,6 +191,16 @@ export function mount(main, leaving) {
     if (!leaving.aborted) images.write();
   }
 
+  /** Go back to those images that have a badge, as they are judged for the chosen base. */
+  async function showThere(kind) {
+    await go(1);
+    if (leaving.aborted || step !== 1) return;
+    await report();
+    if (!images.folder) return;
+    await images.open(images.folder); // the badges come with the report
+    if (!leaving.aborted) images.showOnly({ kind });
+  }
+
   function tell(text) {
     said.textContent = text;
     said.hidden = !text;
@@ -255,6 +265,8 @@ export function mount(main, leaving) {
     const reset = target.closest("[data-reset]");
     if (target.closest("[data-write]")) images.write();
     if (target.closest("[data-captions]")) writeCaptions();
+    const there = target.closest("[data-shows]");
+    if (there) showThere(there.dataset.shows);
     const types = target.closest("[data-types]");
     if (types) { fields.type(types.dataset.types, types.dataset.value); changed(types.dataset.types); }
     if (target.closest("[data-instruct]")) images.instruct();

@@ -493,6 +493,9 @@ def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_r
     slow = page.locator(".base-card").filter(has_text=re.compile("slow"))
     (leads_on if leads_on.count() else slow.first).click()
     bar.get_by_text("Only a try-out").wait_for(state="detached")
+    # The images are small for it: they are shown where they can be left out, judged for this base.
+    plan.get_by_role("button", name="Show them").click()
+    page.locator(".images-bar").get_by_text(re.compile(" of 16 shown")).wait_for()
 
 
 def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(

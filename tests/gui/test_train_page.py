@@ -439,6 +439,11 @@ def test_an_unusual_value_is_told_at_its_field_and_not_at_the_plan() -> None:
     found = plan_of(values)
     shown = plan.plan(found, SAID)
     assert "unusual" not in shown and "This is long" in shown
+    assert "data-shows" not in shown
+    blurred = plan.plan(plan_of({**values, "images": {"all": 3, "blurred": 1}}), SAID)
+    assert 'data-shows="blurry">Show it<' in blurred, (
+        "it leads to the image, which it does not name"
+    )
     told = plan.at_fields(found, EMPTY, SAID)
     assert "unusual for adamw" in told[fields.RATE] and "eave it out" in told[fields.RATE]
     assert not told[fields.STEPS] and not told[fields.RANK], "what nobody chose is the plan's"
