@@ -74,8 +74,13 @@ def routes(work: Workplace) -> list[Route]:
         }
 
     def curves(asked: Curves, _: Words) -> Mapping[str, Any]:
-        chart = held_out_chart([_learned(work, name) for name in dict.fromkeys(asked.runs)], _)
-        return {"html": "" if chart is None else _.markup(chart)}
+        trained = [_learned(work, name) for name in dict.fromkeys(asked.runs)]
+        chart = held_out_chart(trained, _)
+        same = chart is not None and coincide(trained)
+        return {
+            "html": "" if chart is None else _.markup(chart),
+            "said": _("Both lie on each other.") if same else "",
+        }
 
     return [
         page("/compare", "compare/page.html", title="Compare", look=show),
@@ -107,6 +112,23 @@ def _learned(work: Workplace, name: str) -> Learned:
     return Learned(
         label=name, losses=losses(history), base_loss=math.nan if base is None else base.loss
     )
+
+
+def coincide(trained: Sequence[Learned]) -> bool:
+    """Whether there are two lines that a reader sees as one: the same steps, losses closer than a line is thick."""
+    if len(trained) != 2:
+        return False
+    (one, other) = (
+        {step: 1 - loss / each.base_loss for step, loss in each.losses.items()}
+        if each.base_loss > 0
+        else {}
+        for each in trained
+    )
+    if not one or one.keys() != other.keys():
+        return False
+    values = [0.0, *one.values(), *other.values()]
+    thick = (max(values) - min(values)) / 200  # the chart is 300 px high
+    return all(abs(one[step] - other[step]) <= thick for step in one)
 
 
 def _steps(work: Workplace, names: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 // chosen stands in the address, so that a reload and a link show the same.
 import { make } from "/ui/dialog.js";
 import { ask } from "/ui/shared/ask.js";
+import { wipe } from "/ui/shared/wipe.js";
 import { say } from "/ui/shared/words.js";
 
 export async function mount(main, leaving) {
@@ -16,14 +17,16 @@ export async function mount(main, leaving) {
   rows.setAttribute("aria-label", say("Pictures side by side"));
   const asked = new URL(location.href).searchParams;
   const curves = make("div", { id: "how-they-learned", className: "curves" });
-  const draw = () => { show(rows, said, sides); differ(differences, sides); onlyBase(base, sides); };
+  const large = enlarged();
+  const draw = () => { show(rows, said, sides, (prompt) => large.open(prompt, sides)); differ(differences, sides); onlyBase(base, sides); };
   const drawCurves = async () => {
     const names = sides.map((side) => side.run.value);
-    const { html } = await ask("/compare/curves", { runs: names });
+    const { html, said: remark } = await ask("/compare/curves", { runs: names });
     if (leaving.aborted || sides.some((side, index) => side.run.value !== names[index])) return;
     // Markup of our own server, in which every text is escaped.
     curves.innerHTML = html ? `<h2></h2>${html}` : "";
     if (html) curves.firstChild.textContent = say("How they learned");
+    if (remark) curves.firstChild.after(make("p", { className: "quiet", textContent: remark, translate: false }));
   };
   const [one, other] = JSON.parse(place.dataset.first);
   const first = asked.get("a") ?? one;
@@ -33,7 +36,7 @@ export async function mount(main, leaving) {
     new Side(say("Second"), "b", runs, second, draw, leaving),
   ];
   const fields = make("div", { className: "sides" }, ...sides.map((side) => side.node));
-  place.replaceChildren(fields, base, differences, said, rows, curves);
+  place.replaceChildren(fields, base, differences, said, rows, curves, large.node);
   for (const side of sides) side.run.addEventListener("change", drawCurves);
   drawCurves();
   await Promise.all(sides.map((side) => side.read()));
@@ -98,15 +101,38 @@ class Side {
     this.draw();
   }
 
-  /** Return the picture of a prompt at the chosen step. */
-  picture(prompt) {
+  /** Return the picture of a prompt at the chosen step as {source, name, text}; no source where it was not drawn. */
+  drew(prompt) {
     const index = this.sheet.prompts.findIndex((other) => same(other, prompt));
-    const source = this.sheet.images[index]?.[this.step.value];
-    if (!source) return make("span", { className: "missing", textContent: say("not drawn at this step") });
-    const image = make("img", { src: source, alt: `${this.run.value}, ${this.sheet.steps[this.step.value].name}: ${prompt.text}`, translate: false });
-    const of = make("small", { textContent: `${this.run.value} · ${this.sheet.steps[this.step.value].name}`, translate: false });
-    return make("a", { href: source, target: "_blank" }, image, of);
+    const step = this.sheet.steps[this.step.value]?.name ?? ""; // none yet before the steps are filled in
+    const [name, text] = [`${this.run.value} \u00b7 ${step}`, `${this.run.value}, ${step}: ${prompt.text}`];
+    return { source: this.sheet.images[index]?.[this.step.value] ?? null, name, text };
   }
+
+  /** Return the button of that picture, which enlarges the pair. */
+  picture(prompt, enlarge) {
+    const { source, name, text } = this.drew(prompt);
+    if (!source) return make("span", { className: "missing", textContent: say("not drawn at this step") });
+    return make("button", { type: "button", className: "large", onclick: () => enlarge(prompt), title: say("Compare two pictures") },
+      make("img", { src: source, alt: text, translate: false }), make("small", { textContent: name, translate: false }));
+  }
+}
+
+/** Return the two pictures of a prompt over each other, large, as {node, open}. */
+function enlarged() {
+  const words = make("p", { className: "prompt", dir: "auto", translate: false });
+  const names = ["A", "B"].map((letter) => ({ letter, of: make("span", { translate: false }) }));
+  const both = wipe(make("p", { className: "names" }, ...names.map(({ letter, of }) => make("span", {}, make("b", { textContent: letter }), " ", of))), words);
+  return {
+    node: both.node,
+    open(prompt, sides) {
+      const drawn = sides.map((side) => side.drew(prompt));
+      drawn.forEach(({ source, name }, index) => { names[index].of.textContent = source ? name : `${name}: ${say("not drawn at this step")}`; });
+      words.textContent = prompt.text;
+      both.show(drawn);
+      both.open();
+    },
+  };
 }
 
 /** Name the sides of which there is nothing to see yet but what their base draws. */
@@ -118,7 +144,7 @@ function onlyBase(place, sides) {
 
 const same = (one, other) => one.text === other.text && one.seed === other.seed;
 
-function show(rows, said, sides) {
+function show(rows, said, sides, enlarge) {
   const [one, other] = sides.map((side) => side.sheet);
   if (!one || !other) return;
   const error = one.error ?? other.error;
@@ -131,7 +157,7 @@ function show(rows, said, sides) {
     : "");
   rows.hidden = shared.length === 0;
   if (!error && !shared.length) said.replaceChildren(...apart(one, other));
-  rows.replaceChildren(...shared.map((prompt) => make("figure", {}, caption(prompt), ...sides.map((side) => side.picture(prompt)))));
+  rows.replaceChildren(...shared.map((prompt) => make("figure", {}, caption(prompt), ...sides.map((side) => side.picture(prompt, enlarge)))));
 }
 
 /** Say that two trainings have no prompt in common, and lead to where the same one is drawn with both. */

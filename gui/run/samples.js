@@ -3,6 +3,7 @@
 // The sheet is what parts.py returns. Texts of it are set as text only. Keys in the large picture: left and right
 // another prompt, up and down another step, Escape closes.
 import { button, icon, make } from "/ui/shared/elements.js";
+import { wipe } from "/ui/shared/wipe.js";
 import { say } from "/ui/shared/words.js";
 
 /** Show the samples in `place`, first as data-sheet has them, and in `others` one of each prompt, small, which the `film`
@@ -203,37 +204,11 @@ export function samples(place, others, film, markBest) {
   // ---- two pictures over each other
 
   const sides = [side("A"), side("B")];
-  const slider = make("input", {
-    type: "range",
-    min: "0",
-    max: "100",
-    value: "50",
-    "aria-label": say("where A ends and B begins, in percent of the width"),
-    oninput: cut,
-  });
-  const stage = make("div", { class: "stage" }, sides[0].image, sides[1].image, make("i"));
-  const compare = make(
-    "dialog",
-    { class: "viewer", "aria-label": say("compare two pictures") },
-    make(
-      "div",
-      { class: "actions" },
-      make("p", { class: "caption" }, say("A on the left, B on the right")),
-      button(say("Close"), () => compare.close()),
-    ),
-    stage,
-    slider,
-    make("div", { class: "actions sides" }, sides[0].form, sides[1].form),
-    make(
-      "p",
-      { class: "quiet keys" },
-      say("Drag the slider, or press left and right while it is chosen. Escape closes."),
-    ),
-  );
+  const compare = wipe(make("div", { class: "actions sides" }, ...sides.map((one) => one.form)));
 
-  /** Return the picture and the two lists of one side. */
+  /** Return the two lists of one side. */
   function side(name) {
-    const made = { name, image: make("img", { class: name.toLowerCase() }) };
+    const made = { name };
     made.prompt = make("select", { "aria-label": say("prompt of {}", name), onchange: showSides });
     made.step = make("select", { "aria-label": say("step of {}", name), onchange: showSides });
     made.form = make("fieldset", {}, make("legend", {}, name), made.step, made.prompt);
@@ -251,31 +226,22 @@ export function samples(place, others, film, markBest) {
       one.step.value = chosen[index].step;
       one.prompt.value = chosen[index].prompt;
     });
-    slider.value = 50;
-    cut();
     showSides();
     zoom.close();
-    compare.showModal();
-    slider.focus();
+    compare.open();
   }
 
   function showSides() {
-    for (const one of sides) {
+    compare.show(sides.map((one) => {
       const at = { prompt: Number(one.prompt.value), step: Number(one.step.value) };
       const source = address(at);
-      one.image.hidden = source === null;
-      one.image.alt = `${one.name}, ${title(at)}${source === null ? ": no picture" : ""}`;
-      if (source !== null && one.image.getAttribute("src") !== source) one.image.src = source;
-    }
-  }
-
-  function cut() {
-    stage.style.setProperty("--cut", `${slider.value}%`);
+      return { source, text: `${one.name}, ${title(at)}${source === null ? ": no picture" : ""}` };
+    }));
   }
 
   place.closest("section").querySelector(".steps-head").append(compareButton);
   place.append(help, sideways, table, said);
-  place.closest("section").after(zoom, compare); // which are opened from beside the film too
+  place.closest("section").after(zoom, compare.node); // which are opened from beside the film too
   draw();
   return {
     draw(newer) { sheet = newer; draw(); },

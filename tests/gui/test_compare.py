@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lora_trainer.gui.compare import routes
+from lora_trainer.gui.held_out_chart import Learned
 from lora_trainer.gui.markup import PLACES, place_named
 from lora_trainer.gui.prompt_text import spoken_prompt
 from lora_trainer.gui.run.parts import sample_sheet
@@ -65,6 +67,24 @@ def test_two_with_the_same_images_or_a_prompt_in_common_come_first(work: Workpla
     run(work, "three", images="slider")
     assert tuple(routes.first_pair(work, ["slider", "one", "two", "three"])) == ("slider", "three")
     assert tuple(routes.first_pair(work, ["slider", "one"])) == ("slider", "slider")
+
+
+def test_two_lines_that_are_seen_as_one_are_said_to_coincide() -> None:
+    def learned(name: str, *losses: float, base: float = 1.0) -> Learned:
+        return Learned(label=name, losses=dict(enumerate(losses, start=1)), base_loss=base)
+
+    one = learned("one", 0.9, 0.8)
+    assert routes.coincide([one, learned("same", 0.9, 0.8)])
+    assert routes.coincide([one, learned("close", 0.9, 0.8001)])
+    for other in (
+        learned("apart", 0.9, 0.81),
+        learned("longer", 0.9, 0.8, 0.7),
+        learned("unmeasured"),
+        learned("no base", 0.9, 0.8, base=math.nan),
+    ):
+        assert not routes.coincide([one, other]), other.label
+    assert not routes.coincide([learned("none"), learned("none either")])
+    assert not routes.coincide([one]), "one training twice is one line anyway"
 
 
 @pytest.mark.parametrize(

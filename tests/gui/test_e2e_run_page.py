@@ -389,6 +389,17 @@ def test_a_run_is_compared_and_trained_again_with_changes(
     page.get_by_role("img", name=f"done, step 30: {PROMPTS[2]}").wait_for()
     page.get_by_role("img", name=f"other <b>, step 10: {PROMPTS[0]}").wait_for()
     assert page.evaluate("[...document.querySelectorAll('.pairs img')].length") == 6
+    picture = page.get_by_role("button", name=f"done, step 30: {PROMPTS[1]}")
+    picture.click()
+    compare = page.get_by_role("dialog", name="compare two pictures")
+    assert "step-00000030/01.png" in compare.locator("img.a").get_attribute("src")
+    assert "step-00000010/01.png" in compare.locator("img.b").get_attribute("src")
+    assert compare.locator(".prompt").inner_text() == PROMPTS[1]
+    page.keyboard.press("ArrowRight")
+    assert compare.get_by_role("slider").input_value() == "51"
+    page.keyboard.press("Escape")
+    compare.wait_for(state="hidden")
+    assert picture.evaluate("button => button === document.activeElement")
     # Of runs without a common step neither shows the base, which would be the same picture twice.
     fake_run(place.runs / "odd", steps=21, sample_px=16).write()
     place.server.open(page, "/compare?a=done&b=odd", ".pairs img")
