@@ -120,7 +120,6 @@ def head(file: LoraFile, header: Header, _: Words) -> Mapping[str, Any]:
     entry = result if result is not None and is_result else Entry(file=file, header=header)
     return {
         **_told(entry, _),
-        "is_try_out": header.is_try_out,
         # Of a file from elsewhere nobody knows the images.
         "again": "" if file.is_brought else "/train?" + urlencode({"again": file.run}),
         "downloads": list(_downloads(file, result, _)),
@@ -155,6 +154,7 @@ def _told(entry: Entry, _: Words) -> Mapping[str, Any]:
         "base": _.message(title(header.base)) if header.base else "",
         "trigger": header.trigger,
         "rank": header.rank,
+        "is_try_out": header.is_try_out,
         "best_picture": _best_picture(file, _),
         "size": _.message(bytes_text(file.size_bytes)),
         "written": _.message(lora_files.minute_of(file)),

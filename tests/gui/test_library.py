@@ -43,6 +43,13 @@ def test_a_card_links_to_file_run_report_and_saves(work: Workplace) -> None:
     assert "2 other steps of it" in markup
 
 
+def test_the_card_of_a_file_for_the_miniature_is_marked_as_a_try_out(work: Workplace) -> None:
+    finished_run(work.runs / "a", saves=(), ss_sd_model_name="sdxl.safetensors")
+    assert "A try-out" not in view.grid(lora_files.entries(work), of=1, said=ENGLISH)
+    finished_run(work.runs / "b", saves=(), ss_sd_model_name="embedded")
+    assert view.grid(lora_files.entries(work), of=2, said=ENGLISH).count("A try-out") == 1
+
+
 def test_the_preview_is_the_file_beside_it_or_the_chosen_picture_or_the_sample_of_its_step(
     work: Workplace,
 ) -> None:
