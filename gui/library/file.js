@@ -35,6 +35,7 @@ function mountTry(panel, head, file, leaving) {
   const form = panel.querySelector("form");
   const said = panel.querySelector(".said");
   const stop = panel.querySelector("[data-stop]");
+  const go = form.querySelector("[type=submit]");
   const place = panel.querySelector(".tries");
   const openAgain = keepOpen(place);
   const chosen = strengths(form.querySelector(".strengths"));
@@ -46,8 +47,11 @@ function mountTry(panel, head, file, leaving) {
     }
     openAgain();
     countSince(place, leaving);
-    if (!goes && document.activeElement === stop) form.querySelector("[type=submit]").focus();
-    stop.hidden = !goes;
+    // One of the two stands there; the other takes over the keyboard.
+    const [shown, other] = goes ? [stop, go] : [go, stop];
+    shown.hidden = false;
+    if (document.activeElement === other) shown.focus();
+    other.hidden = true;
   }, { file });
   onSubmit(form, async () => {
     const seed = form.seed.valueAsNumber;

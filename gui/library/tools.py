@@ -13,6 +13,7 @@ from typing import Any, get_args
 from lora_trainer import families
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.wording import one_line
+from lora_trainer.config.inputs import EMBEDDED
 from lora_trainer.families.base.traits import FileFormat
 from lora_trainer.reporting.charts import Html
 
@@ -42,7 +43,17 @@ def formats(header: Header, _: Words) -> Sequence[Mapping[str, Any]]:
     for name, readers in _READERS.items():
         reason = _(_reason_against(name, header))
         chosen = not reason and not any(each["chosen"] for each in found)
-        found.append({"name": name, "label": _(readers), "reason": reason, "chosen": chosen})
+        # The miniature's folder is one of diffusers (its README.md), which is all that reads it elsewhere.
+        only = header.is_try_out and name == "diffusers" and not reason
+        note = (
+            _("In Python, with the miniature's folder; InvokeAI does not have it.")
+            if only
+            else reason
+        )
+        label = "diffusers" if only else _(readers)
+        found.append(
+            {"name": name, "label": label, "reason": reason, "note": note, "chosen": chosen}
+        )
     return found
 
 
@@ -50,11 +61,16 @@ def _reason_against(format: str, header: Header) -> str:
     """Return why a file is not given these names, an empty text where it can be."""
     if header.format == format:
         return "This file has these names already."
-    if header.is_try_out and format != "diffusers":
+    if header.is_try_out and not (format == "diffusers" and _is_whole(header)):
         return "These programs do not have the miniature."
     if header.family in families.NAMES and format in families.family(header.family).formats.refused:
         return "LoRAs of this base model are not read under these names."
     return ""
+
+
+def _is_whole(header: Header) -> bool:
+    """Whether a miniature is a pipeline that diffusers opens; that for edits is a denoiser alone."""
+    return header.metadata.get("ss_sd_model_name") == EMBEDDED
 
 
 def convert(work: Workplace, file: LoraFile, *, format: str, name: str) -> jobs.Job:

@@ -79,6 +79,16 @@ def parsed(job: jobs.Job) -> tuple[str, dict[str, Any]]:
     return command.__name__, dict(bound.arguments)
 
 
+def test_a_try_out_is_offered_to_diffusers_alone_and_without_invokeai(work: Workplace) -> None:
+    finished_run(work.runs / "mini", saves=(), ss_sd_model_name="embedded")
+    header = lora_files.read_header(lora_files.find(work, "mini/zorble.safetensors"))
+    offered = [each for each in tools.formats(header, ENGLISH) if not each["reason"]]
+    assert [(each["label"], each["chosen"]) for each in offered] == [("diffusers", True)]
+    assert "InvokeAI does not have it" in offered[0]["note"]
+    edits = replace(header, metadata={**header.metadata, "ss_sd_model_name": "embedded-edit"})
+    assert all(each["reason"] for each in tools.formats(edits, ENGLISH)), "a denoiser alone"
+
+
 def test_convert_goes_beside_the_file_replaces_none_and_is_linked_while_it_is_there(
     work: Workplace, file: lora_files.LoraFile
 ) -> None:
