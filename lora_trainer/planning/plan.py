@@ -407,7 +407,6 @@ class _Planner:
             return
         ways = list(pace.preview_ways(asked))
         way = next((each for each in ways if each.is_often), ways[-1])
-        share = f"{PREVIEW_SHARE:.0%} of the run's time"
         if not pace.config.sampling.every_steps:
             found = (
                 "off",
@@ -416,12 +415,14 @@ class _Planner:
         elif asked.preview == "auto" and not way.is_useful:
             found = (
                 "off",
-                f"one takes about {step_seconds_text(way.seconds)}: all of them above {share}",
+                f"one takes about {step_seconds_text(way.seconds)}: all of them above "
+                f"{100 * PREVIEW_SHARE:g}% of the run's time",
             )
         else:
             found = (
                 way.drawn,
-                f"about {way.count} of {step_seconds_text(way.seconds)} each stay below {share}",
+                f"about {way.count} of {step_seconds_text(way.seconds)} each stay below "
+                f"{100 * PREVIEW_SHARE:g}% of the run's time",
             )
         kind, reason = found
         for key, value in {
