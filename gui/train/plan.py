@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html, text, timestep_bars
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord
 
-from .. import plan_view
+from .. import plan_view, slider_words
 from ..datasets.view import badge_kind
 from ..drafts import Draft
 from ..markup import setting_said
@@ -114,6 +114,7 @@ def plan(
     leads_to: str = "",
     leads_to_time: str = "",
     afresh: Sequence[str] = (),
+    slider: Mapping[str, str] | None = None,
 ) -> Html:
     """Return a plan: one line and what it warns of; numbers and decisions folded.
 
@@ -141,6 +142,7 @@ def plan(
         family=found.family,
         preset=found.preset,
         priority=found.priority,
+        slides=_slides(found, slider or {}, said),
         steps="unknown" if time.steps is None else time.steps,
         **_chosen(found),
         pieces=list(_pieces(memory, said)),
@@ -289,6 +291,23 @@ def _chosen(found: PlanRecord) -> dict[str, Any]:
         "batch": "train.batch_size",
     }
     return {name: found.value(key) for name, key in keys.items()}
+
+
+def _slides(found: PlanRecord, words: Mapping[str, str], said: Words) -> str:
+    """Return what a slider of these words goes from and to, and where it is drawn; empty without words."""
+    less, more = (words.get(key, "").strip() for key in (slider_words.LESS, slider_words.MORE))
+    if less and more:
+        told = said("It goes from “{}” to “{}”.", less, more)
+    elif less or more:
+        told = said("It brings more of “{}”.", more) if more else said("It takes away “{}”.", less)
+    else:
+        return ""
+    drawn = (without_strength(line)[1] for line in found.sampling.prompts)
+    strengths = sorted({each for each in drawn if each is not None})
+    if not strengths:
+        return told
+    listed = ", ".join(f"{each:g}".replace("-", "−") for each in strengths)
+    return f"{told} {said('The samples show it at the strengths {}.', listed)}"
 
 
 def _pieces(memory: MemoryRecord, said: Words) -> Iterator[Piece]:

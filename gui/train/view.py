@@ -436,7 +436,12 @@ def plan_part(work: Workplace, draft: Draft, said: Words, plans: command_lines.P
         nothing = _no_plan(draft, answer.error.removeprefix("error: "), said)
         return replace(nothing, verdict=verdict)
     single = PlanPart(
-        html=plan.plan(found, said, **_leads_to(plans, draft, found, said)),
+        html=plan.plan(
+            found,
+            said,
+            slider=draft.slider if draft.kind == SLIDER else None,
+            **_leads_to(plans, draft, found, said),
+        ),
         beside=join([_nameless(draft, found, said), plan.beside(found, said)]),
         filled=plan.filled(found),
         told=plan.at_fields(found, draft, said),

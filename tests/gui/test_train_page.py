@@ -444,6 +444,7 @@ def test_an_unusual_value_is_told_at_its_field_and_not_at_the_plan() -> None:
     assert 'data-shows="blurry">Show it<' in blurred, (
         "it leads to the image, which it does not name"
     )
+    assert "It takes away “noise”." in plan.plan(found, SAID, slider={"less": "noise"})
     told = plan.at_fields(found, EMPTY, SAID)
     assert "unusual for adamw" in told[fields.RATE] and "eave it out" in told[fields.RATE]
     assert not told[fields.STEPS] and not told[fields.RANK], "what nobody chose is the plan's"
