@@ -19,7 +19,10 @@ from lora_trainer.families.base.family import Family
 
 
 def with_word_inside(value: Mapping[str, Any], word: str, *, placeholder: str) -> str:
-    """Return an object with `word` in place of `placeholder`, else before its first text unless it has the word."""
+    """Return an object with `word` in place of `placeholder`, else before its first text unless it has the word.
+
+    Of an object without a text, such as `{}`, the word stands before the whole: else it would not be trained.
+    """
     text = compact(value)
     if not word:
         return text
@@ -28,7 +31,8 @@ def with_word_inside(value: Mapping[str, Any], word: str, *, placeholder: str) -
         return text.replace(placeholder, escaped)
     if holds_word(text, word):
         return text
-    return compact(with_first_text(value, lambda text: f"{word}, {text}" if text else word))
+    changed, has_text = _changed_first(value, lambda text: f"{word}, {text}" if text else word)
+    return compact(changed) if has_text else f"{word}, {text}"
 
 
 def _changed_first(value: Any, change: Callable[[str], str]) -> tuple[Any, bool]:
