@@ -41,7 +41,7 @@ class Standing:
         return abs(self.gain) >= AS_GOOD - 1
 
     def is_sure(self, held_out: int) -> bool:
-        """Whether it learned well, and enough images say so: else the figure is no praise by itself."""
+        """Whether it learned well, and enough images say so: else the figure alone does not praise it."""
         return self.gain >= _LEARNED_WELL and held_out >= _FEW_IMAGES
 
     @property
