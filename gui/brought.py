@@ -7,24 +7,23 @@ whole LoRA, or why it is refused. Its name as a place in the library is that of 
 from __future__ import annotations
 
 import filecmp
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.common.errors import InputError, MachineError
-from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, locked, retry_while_open
+from lora_trainer.common.files import disk_error, locked
+from lora_trainer.families.files.weight_files import PICKLES
 from lora_trainer.lora_file.embedding import holds_vectors
-from lora_trainer.lora_file.key_formats import kind_of_others
+from lora_trainer.lora_file.key_formats import other_kind
 from lora_trainer.lora_file.read import read_contents
 
 from .upload_names import numbered, safe_name
+from .uploads import copy_whole
 from .workplace import Workplace
 
 FOLDER = ".loras"
 SUFFIX = ".safetensors"
 _LOCK_WITHIN_S = 30.0
-# What torch writes and reads with pickle.
-_PICKLES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".pkl"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ def take_in(work: Workplace, sent: Path, name: str) -> Taken:
             target = next(
                 path for stem in stems if not (path := folder / f"{stem}{SUFFIX}").exists()
             )
-            _copy(sent, target)
+            copy_whole(sent, target)
             return Taken(path=target, was_there=False)
     except OSError as error:
         raise disk_error(folder, error) from error
@@ -69,7 +68,7 @@ def checked_name(name: str) -> str:
     """Return the name that a file gets; raises InputError for a kind that is not read."""
     plain = safe_name(name)
     ending = Path(plain).suffix.lower()
-    if ending in _PICKLES:
+    if ending in PICKLES:
         raise InputError(
             f"{plain} is a pickle, which can run any program when it is opened",
             fix="get the LoRA as a .safetensors file",
@@ -95,20 +94,10 @@ def _refuse_other_than_lora(sent: Path, name: str) -> None:
         )
     if not contents.whole:
         fix = "choose the file of a LoRA"
-        if kind := kind_of_others(contents.unknown).removeprefix(" (as in ").removesuffix(")"):
+        if kind := other_kind(contents.unknown):
             raise InputError(f"{name} is one of the {kind}, which are not read here", fix=fix)
         if keys and len(contents.unknown) == len(keys):
             raise InputError(
                 f"{name} is not a LoRA but, by its tensors, a model or a part of one", fix=fix
             )
         raise InputError(f"{name} is not a LoRA", fix=fix)
-
-
-def _copy(source: Path, target: Path) -> None:
-    """A reader sees the whole file or none."""
-    temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
-    try:
-        shutil.copyfile(source, temporary)
-        retry_while_open(lambda: temporary.rename(target))
-    finally:
-        temporary.unlink(missing_ok=True)

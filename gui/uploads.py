@@ -321,7 +321,7 @@ def save_files(work: Workplace, files: Iterable[Upload], *, into: Path) -> Recei
                 continue
             place = into.joinpath(*folders)
             place.mkdir(parents=True, exist_ok=True)
-            _move(upload.path, place / names.setdefault(place, Names()).free(name))
+            copy_whole(upload.path, place / names.setdefault(place, Names()).free(name))
             images += is_image(name)
             captions += not is_image(name)
     except OSError as error:
@@ -340,7 +340,7 @@ def _parts(name: str) -> tuple[str, ...]:
     return tuple(part for part in parts if part not in ("", ".", "..")) or ("",)
 
 
-def _move(source: Path, target: Path) -> None:
+def copy_whole(source: Path, target: Path) -> None:
     """Copy first: a reader sees the whole file or none, also across filesystems."""
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}"[:_NAME_MAX_BYTES])
     try:

@@ -127,12 +127,18 @@ PART_MARK = "#"
 READERS = "readers.toml"
 
 
-def kind_of_others(keys: Collection[str]) -> str:
-    """Return " (as in X)" if these keys look like those of X, else ""."""
+def other_kind(keys: Collection[str]) -> str:
+    """Return the X if these keys look like those of X, which is not read here, else ""."""
     for pattern, kind in packaged(READERS)["other_kinds"].items():
         if any(re.fullmatch(pattern, key) for key in keys):
-            return f" (as in {kind})"
+            return str(kind)
     return ""
+
+
+def kind_of_others(keys: Collection[str]) -> str:
+    """Return " (as in X)" if these keys look like those of X, else ""."""
+    kind = other_kind(keys)
+    return f" (as in {kind})" if kind else ""
 
 
 def parse_key(key: str) -> tuple[str, AdapterKind | None, Role] | None:

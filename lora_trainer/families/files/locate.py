@@ -46,6 +46,7 @@ from lora_trainer.families.files.single_files import (
 )
 from lora_trainer.families.files.weight_files import (
     AGAIN,
+    PICKLES,
     READABLE,
     read_header,
     refuse_quantised,
@@ -55,7 +56,6 @@ from lora_trainer.families.files.weight_files import (
 EMBEDDED_FOLDER = Path(__file__).resolve().parents[2] / "embedded"
 # The miniature that edits has a U-Net of its own, and every other part of the other's.
 EMBEDDED_UNETS = {EMBEDDED_EDIT: EMBEDDED_FOLDER.with_name("embedded_edit")}
-_PICKLES = frozenset({".ckpt", ".pt", ".pth", ".bin", ".pkl"})
 
 
 def describe(settings: BaseSettings) -> BaseFacts:
@@ -175,7 +175,7 @@ def _find(
     """Return the layout, None if not on this machine, the family if the files tell it, and a single file."""
     source = settings.model
     path = Path(user_path(source))
-    if path.is_file() and path.suffix not in _PICKLES:
+    if path.is_file() and path.suffix not in PICKLES:
         checkpoint = open_checkpoint(settings, path)
         return _find_beside(checkpoint, on_bytes=on_bytes), checkpoint.family, checkpoint
     folder = _folder(source, revision=settings.revision, on_bytes=on_bytes, kind="base")
@@ -300,7 +300,7 @@ def _folder(
     path = Path(user_path(source))
     if path.is_dir():
         return path
-    if path.suffix in _PICKLES:
+    if path.suffix in PICKLES:
         raise InputError(
             f"base model {path.name} is a pickle, which can run code when opened",
             fix="give the safetensors version",

@@ -54,6 +54,8 @@ AGAIN = "download the base model again"
 _Layouts = Mapping[str, WeightLayout | UnreadLayoutError]
 _NO_PARAMETERS = ("position_ids", "running_mean", "running_var", "num_batches_tracked")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+# What torch writes and reads with pickle, which can run any program when it is opened.
+PICKLES = frozenset({".ckpt", ".pt", ".pth", ".bin", ".pkl"})
 # What is read, in the words of every message and page.
 READABLE = (
     "fp32, bf16, fp16, fp8 plain or with a scale per tensor or row, ComfyUI's int8 (ConvRot too), mxfp8 and nvfp4, "
