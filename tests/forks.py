@@ -2,7 +2,8 @@
 
 Importing torch and all test modules takes 12 s of a core, which every process of pytest-xdist spends anew. A fork has
 them at once. It takes one module after another, so that what a module prepares is prepared once, and has a home and a
-temporary folder of its own. A test that ends its process fails, and a new fork goes on with those after it.
+temporary folder of its own. A test that ends its process fails, and a new fork goes on with those after it; programs
+that its tests have started, such as a training that outlives its page, end with the fork.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 HUB = "huggingface_hub.constants"
@@ -54,6 +56,17 @@ def live_in(home: Path) -> None:
                 setattr(hub, name, value.replace(before, os.environ["HF_HOME"]))
 
 
+def end_programs_of(home: Path) -> None:
+    """End every program that was started with this home.
+
+    A fork itself is not one of them: what a process was started with stays when it forks.
+    """
+    for program in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # gone, or of another user
+            if program.environ().get("HOME") == str(home):
+                program.kill()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run the tests in forks where they are asked for."""
@@ -73,14 +86,16 @@ class Fork:
 
     pid: int
     connection: Connection[Any, Any]
+    home: Path
     left: deque[int] = field(default_factory=deque)
     status: int | None = None
     """What it ended with, once that has been asked for."""
 
     def ended_with(self) -> int:
-        """Wait for its end, and return the status of it."""
+        """Wait for its end, end what its tests have left running, and return the status of its end."""
         if self.status is None:
             self.status = os.waitpid(self.pid, 0)[1]
+        end_programs_of(self.home)
         return self.status
 
 
@@ -134,9 +149,10 @@ class Forks:
         self.started += 1
         ours, its = Pipe()
         others = [ours, *(fork.connection for fork in self.forks)]
-        pid = forked(partial(work, self.session, its, others, f"fork-{self.started}"))
+        home = Path(os.environ["HOME"]) / f"fork-{self.started}"
+        pid = forked(partial(work, self.session, its, others, home))
         its.close()
-        self.forks.append(Fork(pid, ours))
+        self.forks.append(Fork(pid, ours, home))
 
     def hear(self, fork: Fork) -> None:
         """Take one message of a fork, or see that it has ended."""
@@ -233,7 +249,7 @@ def work(
     session: pytest.Session,
     connection: Connection[Any, Any],
     others: Iterable[Connection[Any, Any]],
-    name: str,
+    home: Path,
 ) -> int:
     """Run modules in a fork until there are none, or until the process that it came from has ended."""
     for other in others:
@@ -250,9 +266,9 @@ def work(
         capture.stop_global_capturing()
         capture.start_global_capturing()
         capture.suspend_global_capture()
-    live_in(Path(os.environ["HOME"]) / name)
+    live_in(home)
     folders: Any = config._tmp_path_factory  # type: ignore[attr-defined]  # private: pytest sets it for a process, not a fork
-    folders._basetemp = folders.getbasetemp() / name
+    folders._basetemp = folders.getbasetemp() / home.name
     folders._basetemp.mkdir()
     try:
         connection.send(("idle", None))

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULE = """
-import os, signal, threading, warnings
+import os, signal, subprocess, sys, threading, warnings
 from pathlib import Path
 import pytest
 NAME = Path(__file__).stem
@@ -25,6 +25,9 @@ def test_first(tmp_path):
 def test_ends_its_process():
     print("said by", NAME)
     if NAME == "test_a":
+        waits = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+        with Path(__file__).with_name("alive").open("wb") as alive:
+            subprocess.Popen(waits, stdout=alive, start_new_session=True)
         os.kill(os.getpid(), signal.SIGKILL)
     assert NAME != "test_b"
 @pytest.mark.timeout(1 if NAME == "test_c" else 0)
@@ -61,7 +64,12 @@ def run(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
 def test_each_test_runs_once_and_one_that_ends_its_process_fails_alone(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"test_{name}.py").write_text(MODULE, encoding="utf-8")
+    os.mkfifo(tmp_path / "alive")
+    alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     done = run(tmp_path)
+    os.set_blocking(alive, True)
+    assert os.read(alive, 1) == b""  # once the program that test_a left running has ended
+    os.close(alive)
     lines = done.stdout.splitlines()
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert "its process ended with -9 (negative: a signal)" in lines
