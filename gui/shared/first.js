@@ -1,6 +1,6 @@
 // What has to be there before a page is drawn and before its modules have come: the scheme that was chosen, else the one
-// that the browser asks for, the room of what trains where something trained a moment ago, and the choice of the
-// language, which counts from its first moment.
+// that the browser asks for, the room of what trains where something trained a moment ago, the choice of the language,
+// which counts from its first moment, and what keeps a browser from opening a dropped file in place of the page.
 const THEME = "lora_train_theme";
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
 function colour() {
@@ -28,3 +28,13 @@ document.addEventListener("change", ({ target }) => {
   document.cookie = `lora_train_language=${target.value}; path=/; max-age=${yearInSeconds}; SameSite=Strict`;
   if (document.cookie) location.reload();
 });
+
+// Until the page takes files, the pointer says that none can be dropped.
+for (const name of ["dragover", "drop"]) {
+  window.addEventListener(name, (event) => {
+    if (!document.querySelector("main")?.inert) return;
+    event.preventDefault();
+    event.stopImmediatePropagation();
+    event.dataTransfer.dropEffect = "none";
+  }, { capture: true });
+}

@@ -527,6 +527,21 @@ def test_edit_undo_reload_bulk_exclude(
     until(lambda: (folder / "a.txt").read_text() == "mine")
 
 
+def test_a_file_dropped_before_the_page_takes_any_is_not_opened_in_its_place(
+    page: Any, server: GuiServer
+) -> None:
+    held: list[Any] = []
+    server.open(page, "/trash")
+    page.route("**/ui/shared/shell.js", lambda route: held.append(route))
+    page.goto(server.url("/"), wait_until="commit")  # the script is part of what a load waits for
+    page.locator("main[inert] h1").wait_for()
+    assert page.evaluate(page_script("dropped_files"), [["a.png", ""]]) == [False, False]
+    until(lambda: bool(page.wait_for_timeout(20) or held))
+    for route in held:
+        route.continue_()
+    page.locator("main:not([inert])").wait_for()
+
+
 def fetched(route: Any) -> Any:
     """Return the answer to a request; unlike browsers, playwright asks a name server for *.localhost."""
     parts = urlsplit(route.request.url)

@@ -350,7 +350,7 @@ def test_twenty_photos_of_a_phone_train_with_captions_after_four_clicks(
         server = gui_server(runs, env=env)
     page = new_page()
     page.add_init_script(page_script("count_clicks"))
-    server.open(page, "/", "h1")
+    server.open(page, "/", "main:not([inert])")
     page.evaluate(page_script("dropped_files"), photographs(tmp_path_factory.mktemp("photos")))
     page.get_by_role("button", name="Write captions", exact=True).click()
     if is_online:
