@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -233,13 +233,14 @@ class Answer:
         """The JSON of `plan`; None where the command refused."""
         return None if self.values is None else of_json(PlanRecord, self.values)
 
-    def beside_fewer(self, own: float) -> Answer:
-        """Return the plan as it is without so many of the programs that run now; another answer as it is."""
-        time_of = (self.values or {}).get("time")
+    def beside(self, load: Callable[[str, float], float]) -> Answer:
+        """Return the plan beside other programs by `load`, of its base and what it saw; another answer as it is."""
+        values = self.values or {}
+        time_of = values.get("time")
         if not isinstance(time_of, dict) or not time_of.get("beside_others"):
             return self
-        beside = max(1.0, time_of["beside_others"] - own)
-        return Answer(values={**(self.values or {}), "time": {**time_of, "beside_others": beside}})
+        beside = load(values.get("base", ""), time_of["beside_others"])
+        return Answer(values={**values, "time": {**time_of, "beside_others": beside}})
 
 
 def ask(words: Words, *, program: Words = TRAINER) -> Answer:
@@ -339,7 +340,9 @@ class Plans:
             now_s = self._clock_s()
             if anew or kept is None or now_s - kept.at_s > _PLAN_FRESH_S:
                 # Meanwhile the one before is known, as it is shown.
-                answer = self._ask(words).beside_fewer(self._own_load())
+                answer = self._ask(words).beside(
+                    partial(self._work.beside.load, own=self._own_load())
+                )
                 kept = _Aged(answer=answer, at_s=now_s)
             self._answers[key] = kept
             self._answers.move_to_end(key)

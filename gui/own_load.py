@@ -1,17 +1,22 @@
-"""How much of the machine's load is trainings of the queue, which will have ended before another one starts.
+"""Beside how much of other programs a training is planned, so that all pages plan all trainings beside the same.
 
-Inputs: the items of the queue, the time. Output: how many programs they count as, to be taken off the load beside which
-a plan is made.
+Trainings of the queue will have ended before another one starts, so they are taken off the load of the machine that a
+plan has seen. What others do goes up and down: of two equal trainings planned one after the other, the second would
+be said to take twice as long. So what one plan has seen counts for all plans of that base for some minutes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from lora_trainer.queue.commands import Item
 
 _LOAD_OVER_S = 60.0  # hardware/machine.py: what programs did in the last minute
+_COUNTS_S = 300.0
 
 
 def own_load(items: Sequence[Item], *, now_s: float) -> float:
@@ -22,3 +27,26 @@ def own_load(items: Sequence[Item], *, now_s: float) -> float:
     """
     since_s = [now_s - (item.started_s or now_s) for item in items if item.state == "running"]
     return math.fsum(min(1.0, max(0.0, seconds / _LOAD_OVER_S)) for seconds in since_s)
+
+
+@dataclass(kw_only=True)
+class Beside:
+    """What plans saw other programs do, by base, and when: bases keep different shares of the processors busy."""
+
+    clock_s: Callable[[], float] = time.monotonic
+    _seen: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def load(self, base: str, seen: float, *, own: float) -> float:
+        """Return how many times as long a training of a base takes beside other programs, at least 1.
+
+        `seen` is what its plan says of this, and counts where no plan of this base was made in the last minutes;
+        `own` is how many of the programs that it has seen are our own trainings.
+        """
+        with self._lock:
+            now_s = self.clock_s()
+            at_s, load = self._seen.get(base, (-math.inf, 1.0))
+            if now_s - at_s > _COUNTS_S:
+                load = max(1.0, seen - own)
+                self._seen[base] = (now_s, load)
+            return load

@@ -56,13 +56,9 @@ def span(ends_s: tuple[float, float], said: Words, *, begins: bool = False) -> s
     return text[:1].upper() + text[1:] if begins else text
 
 
-def from_now_s(time: TimeRecord, *, slower: float | None = None) -> tuple[float, float] | None:
-    """Return the shortest and the longest time of a training that starts now, beside the programs that run now.
-
-    `slower` is how many times as long it takes beside them, where another plan says that.
-    """
-    pair = time.range_s
-    slower = load_of(time) if slower is None else slower
+def from_now_s(time: TimeRecord) -> tuple[float, float] | None:
+    """Return the shortest and the longest time of a training that starts now, beside the programs that run now."""
+    pair, slower = time.range_s, load_of(time)
     return None if pair is None else (pair[0] * slower, pair[1] * slower)
 
 

@@ -8,13 +8,15 @@ server that others reach has `roots`, and nothing outside of them and of the run
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_trainer.common.errors import InputError, first_line
 from lora_trainer.common.events import shown
 from lora_trainer.common.files import user_path
 from lora_trainer.dataset.slider_file import is_slider_file
+
+from .own_load import Beside
 
 OWN_FOLDER = ".gui"
 # A folder of pictures in a dataset, or in its `_excluded/`; deeper ones are not read.
@@ -23,10 +25,11 @@ _DATASET_DEPTH = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Workplace:
-    """The runs folder, absolute, and the folders that may be named; None: all of this machine."""
+    """The runs folder, absolute, the folders that may be named, None: all of this machine; and what else runs on it."""
 
     runs: Path
     roots: tuple[Path, ...] | None = None
+    beside: Beside = field(default_factory=Beside, compare=False)
 
     @property
     def own(self) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 
 from starlette.requests import Request
@@ -85,7 +86,7 @@ def routes(work: Workplace) -> list[Route]:
         page("/queue", "queue/page.html", title="Queue", look=show),
         answer("/queue/look", Look, look),
         answer("/queue/notices", Told, lambda asked, _: told(work, asked, _)),
-        answer("/queue/times", Waiting, lambda asked, _: {"times": times.of_waiting(_)}),
+        answer("/queue/times", Waiting, lambda asked, _: asdict(times.of_waiting(_))),
     ]
 
 

@@ -22,6 +22,7 @@ export function mount(main, leaving) {
   let focused = null; // action and item of the button that has the keyboard
 
   let times = {};
+  let note = "";
   let planned = ""; // what the times were asked for: the waiting items in their order, the rules, the minute
 
   const waiting = () => [...place.querySelectorAll("li.waiting")];
@@ -34,7 +35,11 @@ export function mount(main, leaving) {
   }
 
   function showTimes() {
-    for (const line of place.querySelectorAll("[data-times]")) line.textContent = times[line.dataset.times] ?? "";
+    for (const line of place.querySelectorAll("[data-times]")) {
+      const { facts, length } = times[line.dataset.times] ?? {};
+      line.textContent = [facts, length].filter(Boolean).join(", ");
+    }
+    for (const line of place.querySelectorAll("[data-note]")) line.textContent = note;
   }
 
   async function plan() {
@@ -45,6 +50,7 @@ export function mount(main, leaving) {
     const answer = planned ? await ask("/queue/times", {}) : { times: {} };
     if (leaving.aborted || now !== planned) return;
     times = answer.times ?? {};
+    note = answer.note ?? "";
     showTimes();
   }
 

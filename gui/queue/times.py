@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from lora_trainer.planning.run_time import middle
@@ -50,18 +51,15 @@ class _Planned:
     images: int = 0
 
     @classmethod
-    def of(cls, plan: PlanRecord | None, *, at_s: float, own: float) -> _Planned:
-        """Return what is kept of a plan; None where it was refused.
-
-        `own` is how many of the programs that ran then are trainings that will have ended before it starts.
-        """
+    def of(cls, plan: PlanRecord | None, *, at_s: float) -> _Planned:
+        """Return what is kept of a plan; None where it was refused."""
         if plan is None:
             return cls(at_s=at_s, range_s=None)
         rank = plan.settings.get("adapter.rank")
         return cls(
             at_s=at_s,
-            range_s=planned_s(plan, own=own),
-            beside_others=load_of(plan.time) - own > 1,
+            range_s=from_now_s(plan.time),
+            beside_others=load_of(plan.time) > 1,
             steps=plan.time.steps,
             rank=rank.value if rank else None,
             images=plan.time.images,
@@ -74,6 +72,22 @@ class _Planned:
             *([said("rank {#}", self.rank)] if self.rank else []),
             *([said("{#} images", f"{self.images:,}")] if self.images else []),
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """What there is to say of a waiting training: how much it trains, how long it takes and when it finishes."""
+
+    facts: str
+    length: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllWaiting:
+    """What there is to say of each waiting training, by the id of its item; `note` is about all of them."""
+
+    times: Mapping[str, Waits]
+    note: str = ""
 
 
 @dataclass(kw_only=True)
@@ -91,8 +105,8 @@ class Times:
     _known: OrderedDict[tuple[str, ...], _Planned] = field(default_factory=OrderedDict)
     _ended: frozenset[str] = frozenset()
 
-    def of_waiting(self, said: Words) -> Mapping[str, str]:
-        """Return what there is to say of each waiting item's time, by its id; raises MachineError."""
+    def of_waiting(self, said: Words) -> AllWaiting:
+        """Return what there is to say of the time of each item that waits; raises MachineError."""
         items = commands.items(self.work.runs)
         ended = frozenset(item.id for item in items if item.has_ended)
         if ended != self._ended:
@@ -104,6 +118,7 @@ class Times:
         free_s = self._free_s(items, now_s)
         own = own_load(items, now_s=now_s)
         found = {}
+        slowed = False
         for item in commands.in_order(items):
             planned = self._planned(item, own=own)
             pair = None if planned is None else planned.range_s
@@ -118,9 +133,12 @@ class Times:
                 length = said("takes {text}, finishes at about {}", takes, ends)
             else:
                 length = said("takes {text}", takes)
-            beside = [said("beside the programs that run now")] if planned.beside_others else []
-            found[item.id] = ", ".join([*planned.facts(said), length, *beside])
-        return found
+            slowed = slowed or planned.beside_others
+            found[item.id] = Waits(facts=", ".join(planned.facts(said)), length=length)
+        note = (
+            said("Other programs slow them down now, and the times count that.") if slowed else ""
+        )
+        return AllWaiting(times=found, note=note)
 
     def _free_s(self, items: Sequence[Item], now_s: float) -> list[float]:
         """Return when each device is free, as a heap; infinity where a training does not say."""
@@ -141,19 +159,12 @@ class Times:
             return None
         found = self._known.pop(words, None)
         if found is None or self.clock_s() - found.at_s > _FRESH_S:
-            found = _Planned.of(self.ask(words).plan, at_s=self.clock_s(), own=own)
+            answer = self.ask(words).beside(partial(self.work.beside.load, own=own))
+            found = _Planned.of(answer.plan, at_s=self.clock_s())
         self._known[words] = found
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
         return found
-
-
-def planned_s(plan: PlanRecord, *, own: float) -> tuple[float, float] | None:
-    """Return the shortest and the longest time of a training, as the bar of the page Train has it.
-
-    `own` is how many of the programs beside which it was planned are trainings that will have ended before it starts.
-    """
-    return from_now_s(plan.time, slower=max(1.0, load_of(plan.time) - own))
 
 
 def planned_words(item: Item) -> tuple[str, ...] | None:

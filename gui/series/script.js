@@ -9,16 +9,20 @@ export function mount(main, leaving) {
   const place = main.querySelector(".series");
   const { id, study } = place.dataset;
   let times = {};
+  let note = "";
   let asked = ""; // for which trainings
 
   async function plan() {
     const lines = () => [...place.querySelectorAll("[data-times]")];
-    const show = () => { for (const line of lines()) line.textContent = times[line.dataset.times] ?? ""; };
+    const show = () => {
+      for (const line of lines()) line.textContent = times[line.dataset.times]?.length ?? "";
+      for (const line of place.querySelectorAll("[data-note]")) line.textContent = note;
+    };
     show();
     const waiting = lines().map((line) => line.dataset.times).join(" ");
     if (!waiting || waiting === asked) return;
     asked = waiting;
-    times = (await ask("/queue/times", {})).times ?? {};
+    ({ times = {}, note = "" } = await ask("/queue/times", {}));
     if (!leaving.aborted) show();
   }
 

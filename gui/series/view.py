@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -50,7 +51,8 @@ _TRIAL = "-trial-"
 _PICTURES_OF_CARD = 4
 # A training that the queue has begun has no run before its program has started.
 _GOING = ("waiting", "starting", "running")
-_WITHOUT_RUN = ("waiting", "starting", "gone")
+_WITHOUT_RUN = ("waiting", "starting")
+_GONE = "gone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,15 @@ def named(work: Workplace, *, series: str, study: str) -> Named:
         return _of_study(work, study)
     found = variants.read(work, series)
     names = variants.runs_of(work, found.members)
-    members = zip(names, (member.values for member in found.members), strict=True)
+    members = list(zip(names, (member.values for member in found.members), strict=True))
+
+    def values(member: tuple[str, Mapping[str, Any]]) -> tuple[Any, ...]:
+        return tuple(member[1].get(key, found.planned.get(key)) for key in found.keys)
+
+    with suppress(
+        TypeError
+    ):  # words among numbers, or a value that no plan has chosen yet: as they were typed
+        members.sort(key=values)
     return Named(label=found.label, keys=found.keys, runs=tuple(members), planned=found.planned)
 
 
@@ -176,7 +186,7 @@ def shelf(work: Workplace, _: Words) -> Mapping[str, Any]:
 
 def _card(work: Workplace, url: str, found: Named, _: Words) -> Mapping[str, Any]:
     """Return the card of a series: how far it is, which did best, the first prompt as several of them draw it."""
-    trained = [_trained(work, found, name, values, _) for name, values in found.runs]
+    trained = _all_trained(work, found, _)
     leading = _best(trained, is_study=found.is_study)
     best = leading[0] if len(leading) == 1 else None
     cells = next(_pictures(trained), {"cells": ()})["cells"]
@@ -186,7 +196,7 @@ def _card(work: Workplace, url: str, found: Named, _: Words) -> Mapping[str, Any
         "keys": ", ".join(setting_said(key, _) for key in found.keys),
         "count": len(trained),
         "chips": [{"text": _chip(each, found, _), "best": each in leading} for each in trained],
-        "trained": sum(each.state not in (*_GOING, "gone") for each in trained),
+        "trained": sum(each.state not in _GOING for each in trained),
         "best": "" if best is None else best.label,
         "equal": "" if best else ", ".join(each.label for each in leading),
         "said": "" if best is None or best.recorded.good is None else best.recorded.good.said,
@@ -247,7 +257,7 @@ def _awaited(work: Workplace, _: Words) -> str:
 
 def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
     """Return the trainings as markup, and whether any of them still changes."""
-    trained = [_trained(work, found, name, values, _) for name, values in found.runs]
+    trained = _all_trained(work, found, _)
     best = _best(trained, is_study=found.is_study)
     waiting = {
         item.label: (place, item.id)
@@ -280,6 +290,7 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
         "series/members.html",
         _,
         rows=rows,
+        removed=bool(found.runs),
         waiting=[row["item"] for row in rows if row["place"]],
         awaited=_awaited(work, _) if all_wait else "",
         images=() if any(each.recorded.images for each in trained) else _images(work, found),
@@ -311,6 +322,12 @@ def _loras(work: Workplace, trained: Trained) -> Mapping[str, str]:
     return {"file": run_url(file.run, file.path.name), "page": page}
 
 
+def _all_trained(work: Workplace, found: Named, _: Words) -> list[Trained]:
+    """Return the trainings that there are: not those that were taken off the queue, or whose run was deleted."""
+    trained = (_trained(work, found, name, values, _) for name, values in found.runs)
+    return [each for each in trained if each.state != _GONE]
+
+
 def _trained(
     work: Workplace, found: Named, name: str, values: Mapping[str, Any], _: Words
 ) -> Trained:
@@ -321,7 +338,7 @@ def _trained(
         of_it = [item for item in commands.items(work.runs) if item.label == name]
         begun = any(item.state == "running" for item in of_it)
         waits = any(not item.has_ended for item in of_it)
-        state = "starting" if begun else "waiting" if waits else "gone"
+        state = "starting" if begun else "waiting" if waits else _GONE
         recorded = _NOTHING
     else:
         status = read_status(folder)

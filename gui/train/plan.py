@@ -177,12 +177,8 @@ def together(plans: Sequence[PlanRecord], said: Words) -> str:
 
 
 def _each_s(plans: Sequence[PlanRecord]) -> list[tuple[float, float]]:
-    """Return the shortest and the longest time of each training whose time is known, beside what runs now.
-
-    What runs now was looked at for each of the plans, a moment later: that of the first counts for all.
-    """
-    slower = plan_view.load_of(plans[0].time)
-    pairs = (plan_view.from_now_s(found.time, slower=slower) for found in plans)
+    """Return the shortest and the longest time of each training whose time is known, beside what runs now."""
+    pairs = (plan_view.from_now_s(found.time) for found in plans)
     return [pair for pair in pairs if pair is not None]
 
 

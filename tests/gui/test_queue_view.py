@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from lora_trainer.gui import clock, command_lines, drafts, jobs
+from lora_trainer.gui import clock, command_lines, drafts, jobs, plan_view
 from lora_trainer.gui.datasets import check
+from lora_trainer.gui.own_load import Beside
 from lora_trainer.gui.queue import routes, times, view
 from lora_trainer.gui.server.translation import words
 from lora_trainer.gui.workplace import Workplace
@@ -471,34 +473,64 @@ def test_each_waiting_training_says_how_long_it_takes_and_when_it_finishes(
             values["settings"] = {"adapter.rank": {"value": 16, "origin": "", "reason": ""}}
         return command_lines.Answer(values=values)
 
+    clock_s = {"now": 0.0}
+    work = replace(work, beside=Beside(clock_s=lambda: clock_s["now"]))
     found = times.Times(work=work, devices=lambda: 2, ask=answer, clock_s=lambda: noon_s)
-    said = found.of_waiting(ENGLISH)
-    assert said == {
-        ids["a"]: "2,400 steps, rank 16, 18 images, takes about 10 min, finishes at about 12:10",
+    waiting = found.of_waiting(ENGLISH)
+    said = waiting.times
+    lengths = {
+        ids["a"]: "takes about 10 min, finishes at about 12:10",
         ids["b"]: "takes about 2.0 h, finishes at about 14:10",
         # The other device takes c, of which nobody knows how long it takes, so d may begin with b's end.
         ids["d"]: "takes about 60 s, finishes at about 14:11",
     }
+    assert {item: each.length for item, each in said.items()} == lengths
+    assert said[ids["a"]].facts == "2,400 steps, rank 16, 18 images"
+    assert not waiting.note
     assert resumed not in said
     assert ("plan", "/a", "--json") in asked_for
     before = len(asked_for)
-    assert found.of_waiting(ENGLISH) == said
+    assert found.of_waiting(ENGLISH) == waiting
     assert len(asked_for) == before, "plans are kept for a while"
     place.become(busy, state="finished", run="busy")
-    found.of_waiting(ENGLISH)
-    assert len(asked_for) == before + 4, "what a training took corrects the times of the others"
-    # As the bar of the page Train counts it: beside what runs now, which is not a training of ours any more.
-    ended_at = "takes about 20 min, finishes at about 12:20, beside the programs that run now"
-    assert found.of_waiting(ENGLISH)[ids["a"]].endswith(ended_at)
-    rules.pause(place.runs, stop=False)
-    assert found.of_waiting(ENGLISH)[ids["a"]].endswith(
-        "takes about 20 min, beside the programs that run now"
+    assert found.of_waiting(ENGLISH).times[ids["a"]] == said[ids["a"]], (
+        "others were looked at just now"
     )
+    assert len(asked_for) == before + 4, "what a training took corrects the times of the others"
+    clock_s["now"] += 301
+    place.become(place.add("also"), state="finished")
+    # As the bar of the page Train counts it: beside what runs now, which is not a training of ours any more.
+    later = found.of_waiting(ENGLISH)
+    assert later.times[ids["a"]].length == "takes about 20 min, finishes at about 12:20"
+    assert "Other programs slow them down" in later.note
+    rules.pause(place.runs, stop=False)
+    assert found.of_waiting(ENGLISH).times[ids["a"]].length == "takes about 20 min"
     tomorrow = clock.clock_text(noon_s + 86_400, now_s=noon_s)
     assert tomorrow == "1 Dec 2026, 12:00"
     assert words("de").message(tomorrow) == "1. Dez. 2026, 12:00"
     for value, german in (("0.002", "0,002"), ("none", "keine"), ("none of it", "none of it")):
         assert words("de").value(value) == german
+
+
+def test_equal_trainings_take_equally_long_whatever_other_programs_did_between_their_plans(
+    place: Place, work: Workplace
+) -> None:
+    names = ("rank-4", "rank-8", "rank-16")
+    ids = [commands.add(place.runs, [f"/{name}"], label=name).id for name in names]
+    loads = iter((1.4, 3.1, 2.2, 5.0))
+
+    def answer(_: command_lines.Words) -> command_lines.Answer:
+        time_of = {"run_s": [600.0, 1200.0], "beside_others": next(loads)}
+        return command_lines.Answer(values={"base": "embedded", "time": time_of})
+
+    # The bar of the page Train said it a moment ago.
+    plans = command_lines.Plans(work, ask=answer)
+    drafted = plans.of(drafts.Draft(id="0" * 12, dataset=str(place.folder))).plan
+    said = times.Times(work=work, devices=lambda: 1, ask=answer).of_waiting(ENGLISH).times
+    assert drafted is not None
+    span = plan_view.span(plan_view.from_now_s(drafted.time) or (0.0, 0.0), ENGLISH)
+    assert [said[id_].length.split(",")[0] for id_ in ids] == [f"takes {span}"] * 3
+    assert span == "about 14 min to 28 min"
 
 
 def test_a_draft_is_planned_without_the_training_that_will_have_ended(
@@ -509,6 +541,8 @@ def test_a_draft_is_planned_without_the_training_that_will_have_ended(
     place.become(busy, state="running", run="busy", started_s=time.time() - 600)
     time_of = {"beside_others": 2.5, "run_s": [60.0, 60.0]}
     answer = command_lines.Answer(values={"time": time_of})
+    clock_s = {"now": 0.0}
+    work = replace(work, beside=Beside(clock_s=lambda: clock_s["now"]))
     plans = command_lines.Plans(work, ask=lambda _: answer)
     draft = drafts.Draft(id="0" * 12, dataset=str(place.folder))
 
@@ -519,6 +553,8 @@ def test_a_draft_is_planned_without_the_training_that_will_have_ended(
 
     assert beside() == 1.5
     place.become(busy, state="finished", run="busy")
+    assert beside() == 1.5, "other programs were looked at just now"
+    clock_s["now"] += 301
     assert beside() == 2.5
 
 

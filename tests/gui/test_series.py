@@ -13,6 +13,7 @@ import pytest
 from lora_trainer.gui import command_lines, drafts, run_state, variants
 from lora_trainer.gui.library.view import page_url as library_url
 from lora_trainer.gui.lora_files import result_of
+from lora_trainer.gui.own_load import Beside
 from lora_trainer.gui.run.head import take
 from lora_trainer.gui.series import routes, view
 from lora_trainer.gui.server.translation import words
@@ -117,8 +118,9 @@ def test_the_time_and_the_disk_of_all_of_them_stand_beside_the_button(
     # Six times 10 to 20 minutes; the cache is made once, six times 1 GiB of states and exports.
     assert "6 trainings, one after another: about 60 min to 2.0 h together, 7.0 GiB" in shown.beside
     # Each of them says how long it takes beside other programs, so all together are not shorter.
-    slowed = command_lines.Plans(work, ask=planned(beside_others=3.0))
-    shown = train.plan_part(work, draft, SAID, slowed)
+    busy = replace(work, beside=Beside())  # nobody has looked at other programs yet
+    slowed = command_lines.Plans(busy, ask=planned(beside_others=3.0))
+    shown = train.plan_part(busy, draft, SAID, slowed)
     assert "one after another: about 3.0 h to 6.0 h together" in shown.beside
     assert "Each of them, beside the programs that run now:" in shown.beside
     shown = train.plan_part(work, draft, SAID, command_lines.Plans(work, ask=planned(rank=8)))
@@ -203,6 +205,10 @@ def test_the_page_says_which_did_best_and_shows_their_pictures_by_prompt(
     press = {"id": series.id, "study": "", "stamp": ""}
     taken_off = page.post("/series/look", json={**press, "remove": items}).json()
     assert "in the queue" not in taken_off["html"] and not commands.items(work.runs)
+    assert "None of its trainings is left" in taken_off["html"]
+    one_left = page.post("/series/look", json={**press, "back": items[1:]}).json()["html"]
+    assert one_left.count("<h2>") == 1 and "number 1 in the queue" in one_left
+    page.post("/series/look", json={**press, "remove": items[1:]})
     twice = page.post("/series/look", json={**press, "remove": items[:1]}).json()
     assert "has no item" in twice["error"]
     back = page.post("/series/look", json={**press, "back": items}).json()
@@ -314,6 +320,18 @@ def test_what_the_plan_chose_names_a_training_before_it_begins(
         assert "as planned" not in shown
     assert "Rank 16, Learning rate 0.001" in page.get(address).text
     assert "Rank 8, Learning rate 0.001" in page.get(address).text
+
+
+def test_trainings_stand_in_the_order_of_their_values(
+    work: Workplace, draft: drafts.Draft, page: TestClient
+) -> None:
+    draft = fields.changed(draft, key=fields.ALSO + RATE, text="")
+    drafts.save(work, fields.changed(draft, key=fields.ALSO + "adapter.rank", text="32 4, 8"))
+    plans = command_lines.Plans(work, ask=planned(rank=16))
+    train.plan_part(work, drafts.read(work, draft.id), SAID, plans)
+    shown = page.get(view.page_url(train.start(work, draft.id, plans=plans).series)).text
+    headings = re.findall(r"<h2>([^<]+)</h2>", shown)
+    assert headings == ["Rank 4", "Rank 8", "Rank 16", "Rank 32"]
 
 
 def test_a_series_of_an_earlier_version_is_read(work: Workplace, draft: drafts.Draft) -> None:

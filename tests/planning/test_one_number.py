@@ -20,7 +20,6 @@ import pytest
 from lora_trainer.gui import plan_view
 from lora_trainer.gui.drafts import Draft
 from lora_trainer.gui.machine import report
-from lora_trainer.gui.queue import times
 from lora_trainer.gui.server.language import ENGLISH
 from lora_trainer.gui.server.templates import render
 from lora_trainer.gui.server.translation import Words
@@ -178,9 +177,6 @@ def contradictions(run: Prepared) -> Iterator[tuple[str, str, str]]:
     together = plan_view.span((3 * one_s[0], 3 * one_s[1]), said_in_english) if one_s else ""
     if (shown.now or length).lower() not in three or f"{together} together" not in three:
         yield "beside Train: of three", three, f"{shown} {together}"
-    waits = times.planned_s(values, own=0.0)
-    if waits != one_s:
-        yield "Queue: time", str(waits), str(one_s)
     yield from said("beside Train: steps", r"([\d,]+) steps", beside, str(time.steps))
     for place, said_there in {"plan": text, "page": page}.items():
         if source not in said_there:
