@@ -50,9 +50,10 @@ def choices(said: Words) -> list[Choice]:
 
 
 def releases() -> list[Card]:
-    """Return the public releases that are computed in ways of their own; asked of the process of the plans alone.
+    """Return the public releases that have a place of their own; asked of the process of the plans alone.
 
-    Importing the families takes a second.
+    These are those that are computed in ways of their own, and of others those that their family.toml offers. Importing
+    the families takes a second.
     """
     from lora_trainer.families import NAMES, family
     from lora_trainer.families.base.tables import family_table
@@ -65,7 +66,7 @@ def releases() -> list[Card]:
         ):
             source, licence = release.ids[0], release.licence
             edits = family(name).releases[source].references is not None
-            if (release.architecture, edits) in seen:
+            if (release.architecture, edits) in seen and "offered" not in shown:
                 continue
             seen.append((release.architecture, edits))
             rows.append(

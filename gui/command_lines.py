@@ -234,12 +234,12 @@ class Answer:
         return None if self.values is None else of_json(PlanRecord, self.values)
 
     def beside(self, load: Callable[[str, float], float]) -> Answer:
-        """Return the plan beside other programs by `load`, of its base and what it saw; another answer as it is."""
+        """Return the plan beside other programs by `load`, of its source and what it saw; another answer as it is."""
         values = self.values or {}
         time_of = values.get("time")
         if not isinstance(time_of, dict) or not time_of.get("beside_others"):
             return self
-        beside = load(values.get("base", ""), time_of["beside_others"])
+        beside = load(time_of.get("source", ""), time_of["beside_others"])
         return Answer(values={**values, "time": {**time_of, "beside_others": beside}})
 
 

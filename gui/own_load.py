@@ -2,7 +2,7 @@
 
 Trainings of the queue will have ended before another one starts, so they are taken off the load of the machine that a
 plan has seen. What others do goes up and down: of two equal trainings planned one after the other, the second would
-be said to take twice as long. So what one plan has seen counts for all plans of that base for some minutes.
+be said to take twice as long. So what one plan has seen counts for all plans for some minutes.
 """
 
 from __future__ import annotations
@@ -31,22 +31,25 @@ def own_load(items: Sequence[Item], *, now_s: float) -> float:
 
 @dataclass(kw_only=True)
 class Beside:
-    """What plans saw other programs do, by base, and when: bases keep different shares of the processors busy."""
+    """What plans saw other programs do, and when, by what the plans rest on.
+
+    Only finished runs tell how many processors a training leaves to others, so plans that rest on them see another load.
+    """
 
     clock_s: Callable[[], float] = time.monotonic
     _seen: dict[str, tuple[float, float]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def load(self, base: str, seen: float, *, own: float) -> float:
-        """Return how many times as long a training of a base takes beside other programs, at least 1.
+    def load(self, rests_on: str, seen: float, *, own: float) -> float:
+        """Return how many times as long a training takes beside other programs, at least 1.
 
-        `seen` is what its plan says of this, and counts where no plan of this base was made in the last minutes;
-        `own` is how many of the programs that it has seen are our own trainings.
+        `seen` is what its plan says of this, and counts where no plan that rests on the same was made in the last
+        minutes; `own` is how many of the programs that it has seen are our own trainings.
         """
         with self._lock:
             now_s = self.clock_s()
-            at_s, load = self._seen.get(base, (-math.inf, 1.0))
+            at_s, load = self._seen.get(rests_on, (-math.inf, 1.0))
             if now_s - at_s > _COUNTS_S:
                 load = max(1.0, seen - own)
-                self._seen[base] = (now_s, load)
+                self._seen[rests_on] = (now_s, load)
             return load

@@ -15,6 +15,11 @@ const MINIATURE = { source: "embedded", name: say("Miniature"), good_for: say("T
 const MINIATURE_EDIT = { ...MINIATURE, source: "embedded-edit", name: say("Miniature that edits"), good_for: say("To try out pairs, 64 px"), picture: "/ui/miniature_edit.png", edits: true };
 const MINIATURES = [MINIATURE, MINIATURE_EDIT];
 const OWN_FILE = { source: "", name: say("Your own model"), good_for: say("A checkpoint of Civitai or of your own: its kind is recognised."), picture: emblem("own"), download: say("Browse \u2026") };
+/** The card of a file of one's own: it names checkpoints that people bring, those of the base that is recommended. */
+const ownFile = (cards) => {
+  const examples = cards.find((row) => row.recommended)?.checkpoints;
+  return examples ? { ...OWN_FILE, good_for: say("A checkpoint of Civitai or of your own, such as {}: its kind is recognised.", examples) } : OWN_FILE;
+};
 const STAYING = new Set([AUTO.source, OWN_FILE.source]); // whatever is filtered
 const SUBJECTS = new Set(["people", "anime", "photos"]);
 const FOUND_SHOWN = 8;
@@ -68,7 +73,8 @@ export class Bases {
     const answer = await ask("/train/bases", { draft: this.draft });
     this.isOpen = !answer.isAway;
     this.signedIn = answer.signed_in;
-    for (const row of [AUTO, ...(answer.cards ?? []), OWN_FILE, ...MINIATURES]) {
+    const cards = answer.cards ?? [];
+    for (const row of [AUTO, ...cards, ownFile(cards), ...MINIATURES]) {
       this.cards.set(row.source, { ...card(row, () => this.press(row.source)), row, fit: null });
     }
     this.place.replaceChildren(...[...this.cards.values()].map(({ node }) => node));
@@ -76,6 +82,7 @@ export class Bases {
     const options = (answer.choices ?? []).map(([value, textContent]) => make("option", { value, textContent }));
     this.others.querySelector("datalist").replaceChildren(...options);
     this.choose(this.chosen);
+    this.order();
     this.show(); // a filter may be on before the cards are here
     const found = this.look();
     await this.plan();
@@ -128,8 +135,18 @@ export class Bases {
   }
 
   filter() {
+    this.order();
     this.show();
     this.plan();
+  }
+
+  /** Put those first that are made for a subject which is asked for; without one all are in their own order. */
+  order() {
+    const asked = new Set([...this.chips.querySelectorAll(":checked")].map(({ value }) => value));
+    const isMadeFor = ({ row }) => asked.has(row.subjects?.[0]);
+    const all = [...this.cards.values()];
+    const [first, rest] = [all.slice(0, 1), all.slice(1)]; // the automatic one, unless no card is there yet
+    this.place.append(...[...first, ...rest.filter(isMadeFor), ...rest.filter((each) => !isMadeFor(each))].map(({ node }) => node));
   }
 
   /** Begin with the base models that can learn from pairs, or with all; who takes the filter off has it off. */

@@ -19,7 +19,7 @@ from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base.tables import family_table
+from lora_trainer.families.base.tables import family_names, family_table
 from tests.fakes.run_folder import fake_run
 from tests.fakes.runs import write_dataset
 
@@ -48,6 +48,13 @@ def test_a_card_has_the_best_sample_of_the_own_run_and_else_an_emblem(
     releases = sorted(bases.releases(), key=lambda row: row["offered"])
     assert next(row for row in releases if row["edits"])["source"] == bases.RECOMMENDED_FOR_PAIRS
     cards = {card["source"]: card for card in base_cards.cards(work, releases, SAID)}
+    offered = {
+        shown["ids"][0]
+        for name in family_names()
+        for shown in family_table(name)["releases"]
+        if "offered" in shown
+    }
+    assert offered <= set(cards), "also one that is computed as another is"
     card = cards[bases.RECOMMENDED]
     assert card["own"] and card["picture"].startswith("/media/run/mine/samples/step-00000300/")
     assert card["licence_word"] == "Free for companies"
