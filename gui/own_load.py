@@ -33,7 +33,7 @@ def own_load(items: Sequence[Item], *, now_s: float) -> float:
 class Beside:
     """What plans saw other programs do, and when, by what the plans rest on.
 
-    Only finished runs tell how many processors a training leaves to others, so plans that rest on them see another load.
+    Only finished runs tell how many processors a training leaves to others: plans that rest on them see another load.
     """
 
     clock_s: Callable[[], float] = time.monotonic
