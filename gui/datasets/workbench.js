@@ -1,5 +1,5 @@
 // One image, large, with its caption beside it: Enter saves and goes to the next, Page Up and Page Down turn over,
-// Escape closes, but not while a crop or a mask is not saved. The part of it that is trained is chosen on the image, and so is its mask painted. The field, the remarks and what is said are those of the card, lent while they are here, so that what
+// Escape leaves a crop or a mask, then closes, but not while one is not saved. The part of it that is trained is chosen on the image, and so is its mask painted. The field, the remarks and what is said are those of the card, lent while they are here, so that what
 // is typed is saved, refused and warned of as it is there. Below are the tags of all captions, to add or take away.
 import { dialog } from "/ui/dialog.js";
 import { say } from "/ui/shared/words.js";
@@ -277,6 +277,8 @@ class Workbench {
   key(event) {
     // Before the browser closes the dialog, which the second Escape in a row does whatever it is told.
     if (event.key === "Escape" && this.holds()) { event.preventDefault(); return; }
+    // A crop or a mask with nothing to save: the image stays, as after Cancel.
+    if (event.key === "Escape" && this.bar.childElementCount) { event.preventDefault(); this.end(); this.card.area.focus(); return; }
     const isTyping = event.target === this.card?.area;
     const by = { PageDown: 1, PageUp: -1, ...(isTyping ? {} : { ArrowRight: 1, ArrowLeft: -1 }) }[event.key];
     if (by && !event.altKey && !event.ctrlKey) this.turn(by);
