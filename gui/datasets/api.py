@@ -65,13 +65,20 @@ class DatasetApi:
         can_be_shown = [each for each in opened.pictures if not opened.reader.is_unreadable(each)]
         # Of ten thousand not the first four, which often are of one scene.
         step = max(1, len(can_be_shown) // _SHOWN)
+        before = {
+            each.name: here[0] for each in can_be_shown if (here := opened.reader.references(each))
+        }
+        shown = [each.name for each in can_be_shown[::step][:_SHOWN]]
+        if before:  # of pairs both pictures, beside each other
+            shown = [name for after in shown for name in (before.get(after, ""), after) if name]
         return {
             "name": opened.name,
             "others": opened.others,
             "uploaded": is_uploaded(self.work, opened.root),
             "images": len(can_be_shown),
+            "are_pairs": bool(can_be_shown) and len(before) == len(can_be_shown),
             "without_caption": sum(opened.reader.lacks_caption(each) for each in opened.pictures),
-            "shown": [each.name for each in can_be_shown[::step][:_SHOWN]],
+            "shown": shown[:_SHOWN],
             "used": _day(opened.notes.opened_s),
         }
 

@@ -129,23 +129,27 @@ export function nameOf({ name, others }) {
   return others ? `${name} ${say("and {#} more", others.toLocaleString("en"))}` : name;
 }
 
-/** Return the card of a folder; what is in it comes later, by `show`. */
+/** Return the card of a folder; what it is called and what is in it comes later, by `show`, into the room for it. */
 function folderCard(folder) {
-  const name = make("b", { translate: "no", dir: "auto" }, folder.split(/[\\/]/).at(-1));
+  const name = make("b", { translate: "no", dir: "auto" }, "\u00a0");
   const images = make("span", { class: "ds-four" });
   const about = make("span", { class: "quiet" }, "\u00a0");
-  const place = make("small", { class: "quiet", translate: "no" });
+  const place = make("small", { class: "quiet", translate: "no" }, "\u00a0");
   const node = make("li", {}, make("a", { class: "panel", href: `/datasets?${new URLSearchParams({ folder })}` }, images, name, about, place));
   const show = (answer) => {
-    if (answer.error) { about.textContent = answer.error; return; }
+    if (answer.error) { name.textContent = folder.split(/[\\/]/).at(-1); about.textContent = answer.error; return; }
     name.textContent = nameOf(answer);
     const lacking = answer.without_caption;
+    const counted = answer.are_pairs
+      ? [answer.images === 1 ? say("1 pair") : say("{#} pairs", answer.images.toLocaleString("en")),
+        lacking ? say("{#} without an instruction", lacking.toLocaleString("en")) : say("all with instructions")]
+      : [answer.images === 1 ? say("1 image") : say("{#} images", answer.images.toLocaleString("en")),
+        lacking ? say("{#} without a caption", lacking.toLocaleString("en")) : say("all with captions")];
     about.textContent = [
-      answer.images === 1 ? say("1 image") : say("{#} images", answer.images.toLocaleString("en")),
-      lacking ? say("{#} without a caption", lacking.toLocaleString("en")) : say("all with captions"),
+      ...counted,
       answer.used.replaceAll(" ", "\u00a0"), // a date stays on its line
     ].slice(answer.images ? 0 : 2).filter(Boolean).join(" \u00b7 ");
-    place.textContent = place.title = answer.uploaded ? "" : folder;
+    place.textContent = place.title = answer.uploaded ? "\u00a0" : folder;
     images.replaceChildren(...answer.shown.map((file) => make("img", {
       src: `/media/thumb?${new URLSearchParams({ folder, file, size: THUMB_PX })}`, alt: "", loading: "lazy", decoding: "async",
       onerror: (event) => event.target.remove(),

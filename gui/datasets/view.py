@@ -151,12 +151,7 @@ class Reader:
             "file": picture.name,
             "crop": picture.crop and list(picture.crop),
             "repeats": picture.repeats,
-            # Those in the folder: what lies elsewhere is not served as a picture of it.
-            "references": [
-                reference.name
-                for reference in picture.references
-                if Path(reference.file).is_relative_to(self.root)
-            ],
+            "references": self.references(picture),
             "caption": caption.text,
             "where": caption.file,
             "stand_in": caption.stand_in,
@@ -166,6 +161,14 @@ class Reader:
             "badges": [badge.to_json() for badge in badges],
             **placed(self.checked.pictures.get(picture.name, {})),
         }
+
+    def references(self, picture: ImageFile) -> list[str]:
+        """Return its references that lie in the folder: what lies elsewhere is not served as a picture of it."""
+        return [
+            reference.name
+            for reference in picture.references
+            if Path(reference.file).is_relative_to(self.root)
+        ]
 
     def is_unreadable(self, picture: ImageFile) -> bool:
         """Whether the check found that a file cannot be read: it is not trained on."""

@@ -1032,6 +1032,12 @@ def test_a_pair_shows_its_references_that_lie_in_the_folder(
     for name in names:
         add(root, name)
     assert card(api, root, "pair.png")["references"] == [*names[1:]]
+    glance = ask(api, "glance", root)
+    assert (glance["images"], glance["are_pairs"]) == (1, True)
+    assert glance["shown"] == ["references/pair.png", "pair.png"], "before, then after"
+    add(root, "alone.png")
+    assert not ask(api, "glance", root)["are_pairs"]
+    (root / "alone.png").unlink()
     add(tmp_path / "elsewhere", "pair.png")
     draft = replace(drafts.new(api.work), dataset=str(root))
     there = [str(tmp_path / "elsewhere")]
