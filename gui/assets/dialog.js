@@ -22,8 +22,10 @@ export function dialog(title, { fields, note, act, submit, danger = false }) {
     done: () => node.close(),
     say(text) { said.className = "said"; said.textContent = text; },
     refuse(text) { said.className = "said notice error"; said.textContent = text; go.disabled = false; },
-    end(text, address) {
-      const link = address ? make("a", { href: address, target: "_blank", rel: "noopener", textContent: address }) : null;
+    /** Say how it ended, with a link: to a page elsewhere, or to a file of that name. */
+    end(text, address, file) {
+      const to = file ? { download: file, textContent: file, translate: false } : { target: "_blank", rel: "noopener", textContent: address };
+      const link = address ? make("a", { href: address, ...to }) : null;
       said.className = "said notice";
       said.replaceChildren(text, ...(link ? [link] : []));
       for (const field of fields) field.hidden = true;

@@ -3,6 +3,7 @@ import { mountDescribe } from "/ui/library/describe.js";
 import { onSubmit } from "/ui/library/form.js";
 import { strengths } from "/ui/library/strengths.js";
 import { ask } from "/ui/shared/ask.js";
+import { browse } from "/ui/shared/browse.js";
 import { follow } from "/ui/shared/follow.js";
 import { menus } from "/ui/shared/menus.js";
 import { keepOpen } from "/ui/shared/keep_open.js";
@@ -122,9 +123,10 @@ function mountExport(panel, file) {
     tell(said, answer);
     place.innerHTML = answer.html ?? ""; // markup of our own server
   };
+  panel.querySelector("[data-browse]").addEventListener("click", () => browse("export", (folder) => { form.folder.value = folder; }));
   panel.querySelector("[data-check]").addEventListener("click", async () => show(await ask("/library/check", { file })));
   onSubmit(form, async () => {
-    const wish = { weight: form.weight.valueAsNumber, notes: form["card-notes"].value, folder: form.folder.value, zipped: form.zipped.checked };
+    const wish = { weight: form.weight.valueAsNumber, notes: form["card-notes"].value, folder: form.folder.value };
     show(await ask("/library/export", { file, ...wish }));
   });
 }

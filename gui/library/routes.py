@@ -94,7 +94,6 @@ class Export(OfLora):
     weight: float
     notes: LongText
     folder: Text
-    zipped: bool
 
 
 class Draw(Body):
@@ -414,9 +413,7 @@ def export(work: Workplace, asked: Export, _: Words) -> Answer:
     target = file.path.parent / EXPORTS
     if asked.folder.strip():
         target = work.path(asked.folder, what="a folder for the files")
-    done, found = sharing.export_checked(
-        file, target, weight=asked.weight, notes=asked.notes, zipped=asked.zipped
-    )
+    done, found = sharing.export_checked(file, target, weight=asked.weight, notes=asked.notes)
     folder = done.files[0].parent
     inside_run = folder == file.path.parent / EXPORTS
     files = [

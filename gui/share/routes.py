@@ -1,7 +1,7 @@
-"""What the dialogs ask that copy a LoRA to ComfyUI or Forge, show it in ComfyUI and publish it.
+"""What the dialogs ask that copy a LoRA to ComfyUI or Forge, show it in ComfyUI, zip it for Civitai and publish it.
 
-A button has `data-share` (copy, comfyui or publish) and `data-ref`, the LoRA as RUN/FILE; script.js opens its dialog.
-Whoever is not signed in to the Hub is asked to, first.
+A button has `data-share` (copy, comfyui, civitai or publish) and `data-ref`, the LoRA as RUN/FILE; script.js opens its
+dialog. Whoever is not signed in to the Hub is asked to, first.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import StringConstraints
+from pydantic import Field, StringConstraints
 from starlette.routing import Route
 
 from lora_trainer.tools.comfyui.server import ADDRESS
 
 from .. import bases, lora_files, sharing
-from ..markup import plain
+from ..markup import capital, plain
+from ..media import EXPORTS, run_url
 from ..server.pages import Body, Nothing, Text, answer
 from ..server.translation import Words
 from ..shared.of_lora import OfLora
@@ -41,6 +42,12 @@ class SignIn(Body):
     """Keep a token of the Hub."""
 
     token: Annotated[str, StringConstraints(max_length=300)]
+
+
+class ForCivitai(OfLora):
+    """Make the zip that Civitai is given, which names the strength."""
+
+    weight: Annotated[float, Field(ge=0, le=2)]
 
 
 class Publish(OfLora):
@@ -72,6 +79,18 @@ def routes(work: Workplace) -> list[Route]:
     def seen_in_comfyui(asked: OfLora, _: Words) -> Mapping[str, Any]:
         return comfyui.shown(work, lora_files.find(work, asked.file), _)
 
+    def for_civitai(asked: ForCivitai, _: Words) -> Mapping[str, Any]:
+        file = lora_files.find(work, asked.file)
+        done, found = sharing.export_checked(
+            file, file.path.parent / EXPORTS, weight=asked.weight, zipped=True
+        )
+        name = done.files[0].name
+        missing = [
+            plain(f"{capital(_.message(each.what))}. {capital(_.message(each.advice))}.")
+            for each in found
+        ]
+        return {"name": name, "url": run_url(file.run, EXPORTS, name), "missing": missing}
+
     def signed_in(_asked: Nothing, _: Words) -> Mapping[str, Any]:
         return {"signed_in": bases.signed_in()}
 
@@ -100,6 +119,7 @@ def routes(work: Workplace) -> list[Route]:
         answer("/share/copy", Copy, copy),
         answer("/share/comfyui", InComfyUI, see_in_comfyui),
         answer("/share/seen", OfLora, seen_in_comfyui),
+        answer("/share/civitai", ForCivitai, for_civitai),
         answer("/share/signed-in", Nothing, signed_in),
         answer("/share/sign-in", SignIn, sign_in),
         answer("/share/publish", Publish, publish),

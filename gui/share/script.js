@@ -1,6 +1,6 @@
-// The dialogs that copy a LoRA into another program's folder, draw with it in ComfyUI and publish it on the Hub. Buttons
-// anywhere on the page open them: data-share is copy, comfyui or publish, data-ref the LoRA as RUN/FILE. Publishing without a
-// token of the Hub begins with the sign-in. A button with data-copy copies the text of the element before it.
+// The dialogs that copy a LoRA into another program's folder, draw with it in ComfyUI, make a zip for Civitai and publish it
+// on the Hub. Buttons anywhere on the page open them: data-share is copy, comfyui, civitai or publish, data-ref the LoRA as
+// RUN/FILE. Publishing without a token of the Hub begins with the sign-in. A button with data-copy copies the text of the element before it.
 import { dialog, make } from "/ui/dialog.js";
 import { ask } from "/ui/shared/ask.js";
 import { say } from "/ui/shared/words.js";
@@ -8,7 +8,7 @@ import { signIn } from "/ui/share/sign_in.js";
 
 const LOOK_EVERY_MS = 1000;
 
-const OPENED = { copy: copyDialog, comfyui: comfyuiDialog, publish: publishDialog };
+const OPENED = { copy: copyDialog, comfyui: comfyuiDialog, civitai: civitaiDialog, publish: publishDialog };
 const signInFirst = (asked) => signIn({ hub_sign_in: (body) => ask("/share/sign-in", body) }, { may: "write", ...asked });
 
 /** Listen for those buttons in `place`. */
@@ -75,6 +75,20 @@ async function comfyuiDialog(ref) {
       if (seen.state === "failed") return shown.refuse(seen.said);
       if (seen.state !== "running") return shown.end(seen.said || say("Drawn with the same seed and settings."));
     }
+  };
+}
+
+function civitaiDialog(ref) {
+  const strength = make("input", { type: "number", required: true, min: "0", max: "2", step: "0.05", value: "1" });
+  const shown = dialog(say("Zip for Civitai"), {
+    fields: [make("label", {}, say("Preferred strength"), strength)],
+    note: say("One file to unpack and upload: the LoRA, its preview, its last samples with their prompts, and ABOUT.txt with what Civitai's form asks."),
+    act: say("Make the zip"),
+    submit: () => ask("/share/civitai", { file: ref, weight: strength.valueAsNumber }),
+  });
+  shown.done = ({ url, name, missing }) => {
+    shown.end(say("It is ready:") + " ", url, name);
+    if (missing.length) shown.node.querySelector(".said").append(make("ul", {}, ...missing.map((textContent) => make("li", { textContent }))));
   };
 }
 

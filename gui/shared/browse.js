@@ -6,13 +6,14 @@ import { say } from "/ui/shared/words.js";
 const WORDS = {
   dataset: { title: say("Choose a folder with images"), act: say("Choose this folder"), note: say("Nothing in the folder is changed.") },
   models: { title: say("Choose a folder with models"), act: say("Look in this folder"), note: say("Only the headers of its files are read; the folder is remembered.") },
+  export: { title: say("Choose a folder for the files"), act: say("Choose this folder"), note: say("Nothing in the folder is replaced.") },
   base: {
     title: say("Choose a base model"), act: say("Choose"),
     note: say("A model file (.safetensors, .sft, .gguf), or the folder of a whole model."),
   },
 };
 
-/** Open the dialog for a "dataset", a "base" or a folder with "models"; `pick` gets the path that was chosen. */
+/** Open the dialog for a "dataset", a "base", a folder with "models" or one for an "export"; `pick` gets the path that was chosen. */
 export async function browse(kind, pick) {
   const above = make("button", { type: "button", textContent: say("Up") });
   const path = make("input", { type: "text", spellcheck: false, ariaLabel: say("Folder") });

@@ -26,7 +26,7 @@ from ..server.pages import Body, answer
 from ..server.translation import Words
 from ..workplace import Workplace
 
-Kind = Literal["dataset", "base", "models"]
+Kind = Literal["dataset", "base", "models", "export"]
 # Entries that one folder shows; a longer list helps nobody to find one.
 MAX_ROWS = 2_000
 # What makes a folder a model in diffusers' layout.
@@ -108,7 +108,7 @@ def _worth(kind: Kind, entries: list[os.DirEntry[str]]) -> dict[str, Any]:
     if kind == "base":
         whole = any(entry.name == PIPELINE_FILE for entry in entries)
         return {"said": "A whole model in diffusers' layout" if whole else "", "can": whole}
-    if kind == "models":
+    if kind in ("models", "export"):
         count = sum(Path(entry.name).suffix in SUFFIXES for entry in entries)
         return {"said": f"{count:,} model files here" if count else "", "can": True}
     images = sum(Path(entry.name).suffix.lower() in IMAGE_EXTENSIONS for entry in entries)

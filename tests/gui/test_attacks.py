@@ -326,7 +326,7 @@ ASKED = (
     "/home/look",
     *("/run/look", "/run/chart", "/run/prompt", "/run/sample"),
     *("/share/folder", "/share/copy", "/share/signed-in", "/share/sign-in", "/share/publish"),
-    *("/share/published", "/share/comfyui", "/share/seen"),
+    *("/share/published", "/share/comfyui", "/share/seen", "/share/civitai"),
     *(f"/library/{name}" for name in ("search", "tries", "rename", "note", "texts", "preview")),
     *(f"/library/{name}" for name in ("jobs", "check", "export", "inside", "bring")),
     *(f"/train/{name}" for name in ("look", "start", "bases", "fits", "found")),
@@ -385,6 +385,7 @@ def test_what_a_script_asks_is_refused_where_it_names_something_else(
             "/share/seen": {"file": name},
             "/share/publish": {"file": name, "name": "x", "who": "private"},
             "/share/published": {"file": name},
+            "/share/civitai": {"file": name, "weight": 1},
             "/library/bring": {"batch": name, "name": name},
             "/library/rename": {"file": name, "name": name},
             "/library/note": {"file": name, "text": name},
@@ -398,7 +399,6 @@ def test_what_a_script_asks_is_refused_where_it_names_something_else(
                 "weight": 1,
                 "notes": "",
                 "folder": name,
-                "zipped": False,
             },
         }
         for path, wish in wishes.items():

@@ -270,8 +270,9 @@ def pages(work: Workplace) -> Any:
     client = pytest.importorskip("starlette.testclient")
     from lora_trainer.gui import uploads
     from lora_trainer.gui.library import routes
+    from lora_trainer.gui.share import routes as share
 
-    served = [*routes.routes(work), *uploads.routes(work)]
+    served = [*routes.routes(work), *uploads.routes(work), *share.routes(work)]
     return client.TestClient(applications.Starlette(routes=served))
 
 
@@ -364,12 +365,16 @@ def test_what_is_exported_is_linked_and_what_a_file_holds_is_said_in_the_languag
     finished_run(work.runs / "a", saves=())
     file = {"file": "a/zorble.safetensors"}
     german = {"accept-language": "de"}
-    wish = {**file, "weight": 1, "notes": "", "folder": "", "zipped": False}
+    wish = {**file, "weight": 1, "notes": "", "folder": ""}
     html = pages.post("/library/export", json=wish, headers=german).json()["html"]
     assert "Geschrieben, in" in html and 'href="/media/run/a/export/zorble.json"' in html
     html = pages.post("/library/export", json=wish).json()["html"]
     assert "There already, in" in html and "It has no title." in html
     assert "try-out" not in html
+    zipped = pages.post("/share/civitai", json={**file, "weight": 0.8}).json()
+    assert zipped["url"] == "/media/run/a/export/zorble.zip" and zipped["name"] == "zorble.zip"
+    assert (work.runs / "a/export/zorble.zip").is_file()
+    assert any(said.startswith("It has no title. ") for said in zipped["missing"])
     lora(work.runs / "a" / "zorble.safetensors", ss_sd_model_name="embedded")
     for checked in (
         pages.post("/library/check", json=file),
