@@ -4,6 +4,7 @@
 import { ask } from "/ui/shared/ask.js";
 import { browse, trainIn } from "/ui/shared/browse.js";
 import { dropZone, trainOn } from "/ui/shared/drop.js";
+import { say } from "/ui/shared/words.js";
 import { Bases } from "/ui/train/bases.js";
 import { Fields } from "/ui/train/fields.js";
 import { Images } from "/ui/train/images.js";
@@ -55,14 +56,14 @@ export function mount(main, leaving) {
 
   /** Return a function that asks for a part of the page, which is drawn by `shown`; of many calls at once the newest
    *  counts. */
-  function line(part, place) {
+  function line(part, ...places) {
     let going = null;
     let again = false;
     let isAway = false;
     return async function asked() {
       again = true;
       going ??= (async () => {
-        place.setAttribute("aria-busy", "true");
+        for (const place of places) place.setAttribute("aria-busy", "true");
         while (again) {
           again = false;
           await writing;
@@ -73,7 +74,7 @@ export function mount(main, leaving) {
           if (isAway) later(asked, AWAY_MS);
           draw(now);
         }
-        place.removeAttribute("aria-busy");
+        for (const place of places) place.removeAttribute("aria-busy");
         going = null;
       })();
       return going;
@@ -81,7 +82,8 @@ export function mount(main, leaving) {
   }
 
   const report = line("images", one("#report"));
-  const plan = line("plan", one("#plan"));
+  const plan = line("plan", one("#plan"), one(".beside-train"));
+  let drawn = {}; // the text of the button, and for how many trainings
   const images = new Images(one(".train-images"), leaving, {
     changed: () => report(),
     named: (name) => { one(".from span").textContent = name; },
@@ -143,6 +145,7 @@ export function mount(main, leaving) {
     one("#plan").innerHTML = html;
     one(".beside-train").innerHTML = beside;
     one("#train").textContent = button;
+    drawn = { button, count: trainings() };
     one("#train").disabled = !works;
     length.facts(facts);
     fields.draw({ filled });
@@ -243,6 +246,19 @@ export function mount(main, leaving) {
     if (step === 2) planAll();
   }
 
+  /** How many trainings the further values make that are typed now. */
+  function trainings() {
+    const further = [...page.querySelectorAll(".also input")].map(({ value }) => new Set(value.split(/[\s,;]+/).filter(Boolean)).size);
+    return further.reduce((product, values) => product * (values + 1), 1);
+  }
+
+  /** Say on the button how many trainings are typed, before they are planned. */
+  function countTrainings() {
+    const count = trainings();
+    if (count === drawn.count) one("#train").textContent = drawn.button;
+    else if (count > 1) one("#train").textContent = say("Queue {#} trainings", count);
+  }
+
   /** Plan the draft, then what the other bases make of it. */
   async function planAll() {
     await plan();
@@ -258,6 +274,7 @@ export function mount(main, leaving) {
   page.addEventListener("input", ({ target }) => {
     const field = target.closest(".also [data-field]");
     if (!field) return;
+    countTrainings();
     clearTimeout(typing);
     typing = later(() => { if (fields.isTyped(field.dataset.field)) changed(field.dataset.field); }, TYPED_MS);
   });
