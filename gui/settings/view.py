@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
@@ -49,7 +51,7 @@ _FROM = {
     "concept": "usual for such a subject",
     "slider": "usual for a slider",
 }
-_YES_NO = {True: "yes", False: "no"}
+_WORDS = {True: "yes", False: "no", "auto": "automatic"}
 # What is changed most often, in a section of its own before all others.
 USUAL = (
     *("base.model", "output.name", "data.trigger", "data.resolution", "data.repeats", "data.flip"),
@@ -152,6 +154,7 @@ def _field(info: SettingInfo, said: Words) -> Field:
     doc = named(info.doc)
     # Who reads another language finds a setting by its English words too, which manuals and others use.
     english = [text for text in (info.label, doc) if said(text) != text]
+    everyday = _everyday(f"{info.label} {doc}")
     others = tuple(words_of_settings().get(info.key, ()))
     # "Streamed blocks" has its unit in its name.
     unit = "" if info.unit and info.label.endswith(f" {info.unit}") else info.unit
@@ -166,15 +169,28 @@ def _field(info: SettingInfo, said: Words) -> Field:
         words=tuple(_word(info, word, said) for word in info.form.words),
         allowed=said.message(info.form.allowed),
         may_be_empty=info.form.nullable,
-        also=" ".join(english),
+        also=" ".join([*english, *everyday]),
         others=others,
         default=text_of(info, info.default),
         is_fixed=info.key == FOLDER,
     )
 
 
+@cache
+def _searched_as() -> Mapping[str, list[str]]:
+    """Return the everyday words by which a setting is found whose text has a word."""
+    return tomllib.loads(Path(__file__).with_name("searched_as.toml").read_text(encoding="utf-8"))
+
+
+def _everyday(text: str) -> list[str]:
+    """Return the everyday words for what an English text is about."""
+    own = set(re.findall(r"\w+", text.lower()))
+    found = (others for word, others in _searched_as().items() if word in own)
+    return list(dict.fromkeys(chain.from_iterable(found)))
+
+
 def _word(info: SettingInfo, word: Any, said: Words) -> Word:
-    label = said(_YES_NO[word]) if isinstance(word, bool) else str(word)
+    label = said(_WORDS[word]) if word in _WORDS else str(word)
     return Word(text=text_of(info, word), label=label)
 
 

@@ -82,6 +82,22 @@ def call(work: Workplace, draft: drafts.Draft) -> Call:
     return caller(work, draft)
 
 
+def test_settings_are_found_by_everyday_words_in_each_language_and_choices_have_words() -> None:
+    for code in ("en", "de"):
+        fields = {field.key: field for section in view.form(code) for field in section.fields}
+        for key, searched in {
+            "memory.base_precision": "VRAM Grafikspeicher",
+            "data.resolution": "image size Bildgröße",
+            "hardware.compile": "speed Geschwindigkeit",
+            "train.seed": "random Zufall",
+        }.items():
+            found = fields[key].also.casefold()
+            assert all(word in found for word in searched.casefold().split()), (code, key)
+        labels = {word.text: word.label for word in fields["base.distilled"].words}
+        yes, automatic = {"en": ("yes", "automatic"), "de": ("ja", "automatisch")}[code]
+        assert (labels["true"], labels['"auto"']) == (yes, automatic)
+
+
 def test_what_cannot_be_is_refused_in_the_words_of_the_command_line_and_changes_nothing(
     call: Call,
     work: Workplace,
