@@ -317,9 +317,10 @@ class Plans:
         kept = self._answers.get(self._key(draft))
         return None if kept is None else kept.answer
 
-    def _key(self, draft: Draft) -> tuple[Words, int]:
+    def _key(self, draft: Draft, *, vram_gib: float | None = None) -> tuple[Words, int]:
         folder = dataset_of(draft, self._work)
-        return plan_words(draft, self._work), folder.stat().st_mtime_ns
+        elsewhere = () if vram_gib is None else (f"--vram={vram_gib:g}",)
+        return (*plan_words(draft, self._work), *elsewhere), folder.stat().st_mtime_ns
 
     def _own_load(self) -> float:
         """Return what trainings of the queue take, which will have ended before this one starts."""
@@ -328,21 +329,22 @@ class Plans:
         except LoraTrainError:  # the page Queue says so
             return 0.0
 
-    def of(self, draft: Draft, *, anew: bool = False) -> Answer:
+    def of(self, draft: Draft, *, anew: bool = False, vram_gib: float | None = None) -> Answer:
         """Return the plan of a draft; raises RequestError or InputError for what cannot be asked.
 
         One that is asked for `anew` is kept for the others: captions may have changed, which the key does not know.
+        With `vram_gib` it is of a GPU of that memory somewhere else, beside which nothing runs.
         """
-        key = self._key(draft)
+        key = self._key(draft, vram_gib=vram_gib)
         words, _ = key
         with self._lock:
             kept = self._answers.get(key)
             now_s = self._clock_s()
             if anew or kept is None or now_s - kept.at_s > _PLAN_FRESH_S:
                 # Meanwhile the one before is known, as it is shown.
-                answer = self._ask(words).beside(
-                    partial(self._work.beside.load, own=self._own_load())
-                )
+                answer = self._ask(words)
+                if vram_gib is None:
+                    answer = answer.beside(partial(self._work.beside.load, own=self._own_load()))
                 kept = _Aged(answer=answer, at_s=now_s)
             self._answers[key] = kept
             self._answers.move_to_end(key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import StringConstraints
+from pydantic import Field, StringConstraints
 from starlette.requests import Request
 from starlette.routing import Route
 
@@ -35,9 +35,10 @@ _NO_DRAFT = "0" * 12
 
 
 class Fits(Body):
-    """Whether a training fits on a base model."""
+    """Whether a training fits on a base model: on this machine, or on a GPU of that memory somewhere else."""
 
     source: Source
+    vram_gib: Annotated[float, Field(ge=1, le=1000)] | None = None
 
 
 class Offline(Body):
@@ -77,7 +78,7 @@ def routes(work: Workplace) -> list[Route]:
 
     def fits(asked: Fits, _: Words) -> Mapping[str, Any]:
         draft = Draft(id=_NO_DRAFT, dataset=str(uploads.example(work)), base=asked.source)
-        return verdict(plans, draft, _)
+        return verdict(plans, draft, _, vram_gib=asked.vram_gib)
 
     def keep_price(asked: Price, _: Words) -> Mapping[str, Any]:
         price = keep_power_price(work, asked.typed)

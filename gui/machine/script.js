@@ -35,14 +35,23 @@ export function mount(main, leaving) {
   /** Draw the report anew, with what is open in it and which bases fit, which is the same. */
   function redraw(answer) {
     if (!answer.report) return;
-    const fits = doctor.querySelector(".fits");
+    const fits = doctor.querySelector(".what-fits");
     const open = [...doctor.querySelectorAll("details[open]")].map(({ id }) => id);
     doctor.innerHTML = answer.report; // markup of our own server
-    doctor.querySelector(".fits").replaceWith(fits);
+    doctor.querySelector(".what-fits").replaceWith(fits);
     for (const id of open) doctor.querySelector(`#${id}`).open = true;
   }
 
+  let shown = new AbortController(); // what fits on one machine; another that is chosen ends it
+  let bases = [];
+  function showFor(card) {
+    shown.abort();
+    shown = new AbortController();
+    showFits(doctor.querySelector(".fits"), bases, Number(card) || null, AbortSignal.any([leaving, shown.signal]));
+  }
+
   doctor.addEventListener("change", async ({ target }) => {
+    if (target.id === "card") showFor(target.value);
     if (target.id !== "offline") return;
     const answer = await ask("/doctor/offline", { offline: target.checked });
     tell(said, answer);
@@ -59,7 +68,9 @@ export function mount(main, leaving) {
   ask("/doctor/bases").then((answer) => {
     if (leaving.aborted) return;
     tell(said, answer.error ? answer : {});
-    if (!answer.error) showFits(doctor.querySelector(".fits"), answer.bases, leaving);
+    if (answer.error) return;
+    bases = answer.bases;
+    showFor(doctor.querySelector("#card").value);
   });
 
   const price = main.querySelector(".price");
@@ -69,8 +80,10 @@ export function mount(main, leaving) {
   });
 }
 
-/** List the base models, each with a bar of the memory that it needs as soon as its plan is there. */
-async function showFits(place, bases, leaving) {
+/** List the base models, each with a bar of the memory that it needs as soon as its plan is there: the plan for this
+ *  machine, or for a card of `vramGib`. */
+async function showFits(place, bases, vramGib, leaving) {
+  place.classList.remove("measured");
   const limit = place.querySelector(".limit");
   const rows = bases.map(({ source, name, picture }) => {
     const [fits, time, needs, bar] = [make("b", { class: "awaited quiet" }, say("looking \u2026")), make("span", { class: "time" }), make("small", { class: "quiet" }), make("i", { class: "bar-of" })];
@@ -90,7 +103,7 @@ async function showFits(place, bases, leaving) {
   }
 
   for (const row of rows) {
-    const answer = await ask("/doctor/fits", { source: row.source });
+    const answer = await ask("/doctor/fits", { source: row.source, vram_gib: vramGib });
     if (leaving.aborted) return;
     row.fits.textContent = answer.error ?? answer.said;
     row.fits.className = "";

@@ -111,10 +111,15 @@ def _best_sample(folder: Path) -> Path | None:
 # ---- what a base is worth on this machine
 
 
-def verdict(plans: command_lines.Plans, draft: Draft, said: Words) -> Mapping[str, Any]:
-    """Return the verdict on a draft: a light, a word, how long it takes, why, and which base its plan picks."""
+def verdict(
+    plans: command_lines.Plans, draft: Draft, said: Words, *, vram_gib: float | None = None
+) -> Mapping[str, Any]:
+    """Return the verdict on a draft: a light, a word, how long it takes, why, and which base its plan picks.
+
+    With `vram_gib` it is the verdict for a GPU of that memory somewhere else.
+    """
     try:
-        answer = plans.of(draft)
+        answer = plans.of(draft, vram_gib=vram_gib)
     except (LoraTrainError, OSError) as problem:
         return {"fits": "", "said": said("Not known"), "why": said.message(plain(str(problem)))}
     return verdict_of(answer, said)
@@ -157,7 +162,7 @@ def verdict_of(answer: command_lines.Answer, said: Words) -> Mapping[str, Any]:
         "fits": "slow" if is_try_out else pace.light,
         "needs": said("needs {#}", bytes_text(found.memory.peak_bytes)),
         "needs_bytes": found.memory.peak_bytes,
-        "limit": said("usable here: {#}", bytes_text(found.memory.limit_bytes)),
+        "limit": said("usable: {#}", bytes_text(found.memory.limit_bytes)),
         "limit_bytes": found.memory.limit_bytes,
         "said": said("A try-out") if is_try_out else pace.word,
         "is_try_out": is_try_out,

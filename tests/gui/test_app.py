@@ -823,6 +823,8 @@ def test_the_page_machine_says_which_bases_fit(
     )
     assert german.json()["needs"] == "braucht 31,40 GiB"
     assert "--base=of/1" in asked[0]
+    client.post("/doctor/fits", json={"source": "of/1", "vram_gib": 12})
+    assert asked[-1][-2:] == ("--json", "--vram=12"), "a card that one has somewhere else"
 
 
 def test_downloads_are_forbidden_for_this_process_and_all_it_starts_and_allowed_again(
