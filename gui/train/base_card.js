@@ -15,7 +15,7 @@ export function card(row, onclick) {
   const small = make("div", {}); // said as a warning once it is chosen
   const why = make("p", {});
   const details = make("details", {}, make("summary", {}, say("More about it"), make("span", { className: "unseen", textContent: ` ${row.name}`, translate: false })),
-    facts, small, why);
+    make("div", { className: "more" }, facts, small, why));
   const node = make("div", { className: row.folded ? "base folded" : "base" }, parts.button, ...(row.source ? [details] : []));
   const about = (shown) => {
     const said = [
