@@ -7,10 +7,14 @@ have comes back as it was; what a text cannot mean is left to `build_config`, wh
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from lora_trainer.common.files import json_object
 from lora_trainer.config.config import SettingInfo, parse_assignment
+
+_DECIMAL_COMMA = re.compile(r"-?\d+,\d+(?:[eE]-?\d+)?")
+_THOUSANDS = re.compile(r"-?[1-9]\d{0,2}(?:([,.])\d{3})(?:\1\d{3})*")
 
 
 def text_of(info: SettingInfo, value: Any) -> str:
@@ -47,7 +51,17 @@ def value_of(info: SettingInfo, text: str) -> Any:
         case "mapping":
             return json_object(text, name=info.key) if text.strip() else {}
         case _:  # as `--set` reads it, so that a refusal reads the same
-            return parse_assignment(f"{info.key}={text.strip()}")[1]
+            typed = text.strip()
+            if form.kind == "number":
+                typed = _with_point(typed, whole=form.whole)
+            return parse_assignment(f"{info.key}={typed}")[1]
+
+
+def _with_point(text: str, *, whole: bool) -> str:
+    """Return a number as Python reads it: half of the world writes 0,002, and 2,400 or 2.400 for a whole number."""
+    if whole and _THOUSANDS.fullmatch(text):
+        return text.replace(",", "").replace(".", "")
+    return text.replace(",", ".") if not whole and _DECIMAL_COMMA.fullmatch(text) else text
 
 
 def _items(text: str) -> list[Any]:

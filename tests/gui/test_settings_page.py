@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import command_lines, drafts, markup, setting_edit
 from lora_trainer.gui.server.translation import words as language
-from lora_trainer.gui.setting_text import text_of
+from lora_trainer.gui.setting_text import text_of, value_of
 from lora_trainer.gui.settings import routes, view
 from lora_trainer.gui.settings.api import Api
 from lora_trainer.gui.train import routes as train
@@ -96,6 +96,16 @@ def test_settings_are_found_by_everyday_words_in_each_language_and_choices_have_
         labels = {word.text: word.label for word in fields["base.distilled"].words}
         yes, automatic = {"en": ("yes", "automatic"), "de": ("ja", "automatisch")}[code]
         assert (labels["true"], labels['"auto"']) == (yes, automatic)
+
+
+def test_a_number_may_be_typed_as_half_of_the_world_writes_it() -> None:
+    rate, steps = INFOS["optimizer.learning_rate"], INFOS["train.steps"]
+    for text, value in {"0,002": 0.002, "0.002": 0.002, "1,5e-4": 0.00015, "1,000": 1.0}.items():
+        assert value_of(rate, text) == value
+    for text, value in {"2400": 2400, "2,400": 2400, "2.400": 2400, "1.200.000": 1200000}.items():
+        assert value_of(steps, text) == value
+    for text in ("2,4", "24,00", "2.400,000", "0,400"):
+        assert value_of(steps, text) == text or not float(value_of(steps, text)).is_integer()
 
 
 def test_what_cannot_be_is_refused_in_the_words_of_the_command_line_and_changes_nothing(
