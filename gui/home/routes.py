@@ -38,19 +38,21 @@ def routes(work: Workplace) -> list[Route]:
     followed = Followed()
 
     def show(_request: Request, _: Words) -> Mapping[str, Any]:
+        has_queued = view.has_queued(work)
         entries = find_runs(work.runs)
         return {
             "stamp": view.stamp(work, entries),
-            "goes": view.goes(work, entries),
+            "goes": view.goes(entries, has_queued=has_queued),
             "machine": view.machine_line(work, detect(), _),
             **view.shown(work, followed, _, entries),
         }
 
     def look(asked: Look, _: Words) -> Mapping[str, Any]:
         refused = pressed(work, asked.press, _) if asked.press else {}
+        # Each before what follows: what changes between them is drawn again, not missed.
+        has_queued = view.has_queued(work)
         entries = find_runs(work.runs)
-        # Before the view: what changes between the two is drawn again, not missed.
-        stamp, goes = view.stamp(work, entries), view.goes(work, entries)
+        stamp, goes = view.stamp(work, entries), view.goes(entries, has_queued=has_queued)
         if stamp == asked.stamp:
             return {**refused, "goes": goes}
         html = render("home/cards.html", _, **view.shown(work, followed, _, entries))

@@ -119,9 +119,17 @@ def stamp(work: Workplace, entries: Sequence[RunEntry]) -> str:
     return f"{hash((*seen, *begins, *waits)):x}"
 
 
-def goes(work: Workplace, entries: Sequence[RunEntry]) -> bool:
+def has_queued(work: Workplace) -> bool:
+    """Whether the queue trains something, or something waits in it.
+
+    Asked before the runs are looked for: a training that ends between the two is a run by then.
+    """
+    return waiting(work) > 0
+
+
+def goes(entries: Sequence[RunEntry], *, has_queued: bool) -> bool:
     """Whether something trains or waits, so that the cards change by themselves."""
-    return any(run.status.state == "running" for run in entries) or waiting(work) > 0
+    return has_queued or any(run.status.state == "running" for run in entries)
 
 
 def shown(

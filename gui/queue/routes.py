@@ -69,9 +69,10 @@ def routes(work: Workplace) -> list[Route]:
 
     def show(_request: Request, _: Words) -> Mapping[str, Any]:
         worker.ensure_worker(work.runs)
+        goes = view.goes(work)  # before the stamp, see `changed`
         return {
             "stamp": stamp_text(work),
-            "goes": view.goes(work),
+            "goes": goes,
             "notices": None if work.roots is not None else notices.read_notices(),
             **view.shown(work, _),
         }
@@ -144,7 +145,10 @@ def changed(work: Workplace, stamp: str, _: Words) -> Mapping[str, Any]:
     A queue nobody works through gets a worker. Raises MachineError.
     """
     worker.ensure_worker(work.runs)
-    now = {"stamp": stamp_text(work), "goes": view.goes(work)}
+    # Before the stamp: what ends between the two is asked for once more. The other way round the page would be told
+    # that nothing goes on any more, and would show for ever what it showed before.
+    goes = view.goes(work)
+    now = {"goes": goes, "stamp": stamp_text(work)}
     if now["stamp"] == stamp:
         return {"goes": now["goes"]}
     return {**now, "html": view.view(work, _)}

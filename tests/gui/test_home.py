@@ -44,7 +44,7 @@ def stamp(work: Workplace) -> str:
 
 def goes(work: Workplace) -> bool:
     """Return whether the cards change by themselves."""
-    return view.goes(work, there(work))
+    return view.goes(there(work), has_queued=view.has_queued(work))
 
 
 def run_of(work: Workplace, name: str, **status: object) -> Path:

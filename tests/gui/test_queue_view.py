@@ -442,6 +442,27 @@ def test_what_waits_is_dragged_to_a_place(place: Place, work: Workplace) -> None
     assert "does not wait any more" in routes.pressed(work, gone, ENGLISH)["error"]
 
 
+def test_a_training_that_ends_while_the_page_asks_is_asked_for_once_more(
+    place: Place, work: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that is told that nothing goes on asks no more: what it shows then has to be the end."""
+    item = place.add("one")
+    place.become(item, state="running", started_s=time.time())
+    before = routes.stamp_text(work)
+    looked = routes.stamp_text
+
+    def ends_meanwhile(asked: Workplace) -> str:
+        stamp = looked(asked)
+        place.become(item, state="stopped")
+        return stamp
+
+    monkeypatch.setattr(routes, "stamp_text", ends_meanwhile)
+    assert routes.changed(work, before, ENGLISH) == {"goes": True}
+    monkeypatch.undo()
+    ended = routes.changed(work, before, ENGLISH)
+    assert not ended["goes"] and "stopped" in str(ended["html"])
+
+
 def test_each_waiting_training_says_how_long_it_takes_and_when_it_finishes(
     place: Place, work: Workplace
 ) -> None:
