@@ -172,6 +172,9 @@ def test_a_cause_depends_on_driver_device_and_settings() -> None:
     (cause,) = found(giving_way, gpu=None)
     assert cause[:2] == ("processor", "the training's threads gave way to other programs")
     assert not found(giving_way, before=giving_way, gpu=None), "they gave way before, too"
+    config: Any = build_config({"hardware.threads": 8})
+    *_, unknown = pace.causes(LASTING, giving_way, giving_way, gpu=None, config=config)
+    assert "but the other programs" in unknown.observation, "the log has named them"
     (cause,) = found(replace(UNCHANGED, swapped_bytes_per_s=3e7), streamed_blocks=20, gpu=GPU)
     assert "memory.streamed_blocks (now 20)" in cause.fix
 

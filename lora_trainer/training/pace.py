@@ -256,7 +256,9 @@ def causes(
         yield Cause("processor", taken, _WAIT)
     beside = ", the disk and `nvidia-smi`" if gpu is not None else " and the disk"
     look_at = f"look at other programs{beside}; the result stays the same"
-    yield Cause("unknown", "no cause was found", look_at)
+    # The log has said that other programs take processors: "no cause" beside it would read as a contradiction.
+    known = "no cause was found but the other programs, which took processors before, too"
+    yield Cause("unknown", known if now.gives_way else "no cause was found", look_at)
 
 
 def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator[Cause]:
