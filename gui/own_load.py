@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from lora_trainer.queue.commands import Item
 
 _LOAD_OVER_S = 60.0  # hardware/machine.py: what programs did in the last minute
-_COUNTS_S = 300.0
+LOOK_COUNTS_S = 300.0
+"""So long what a plan has seen of other programs counts for all plans."""
 
 
 def own_load(items: Sequence[Item], *, now_s: float) -> float:
@@ -49,7 +50,7 @@ class Beside:
         with self._lock:
             now_s = self.clock_s()
             at_s, load = self._seen.get(rests_on, (-math.inf, 1.0))
-            if now_s - at_s > _COUNTS_S:
+            if now_s - at_s > LOOK_COUNTS_S:
                 load = max(1.0, seen - own)
                 self._seen[rests_on] = (now_s, load)
             return load

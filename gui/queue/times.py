@@ -24,12 +24,11 @@ from lora_trainer.reporting.status import read_status
 
 from .. import command_lines
 from ..clock import clock_text
-from ..own_load import own_load
+from ..own_load import LOOK_COUNTS_S, own_load
 from ..plan_view import from_now_s, load_of, span
 from ..server.translation import Words
 from ..workplace import Workplace
 
-_FRESH_S = 600.0
 _KEPT = 64
 # Options of a training that a plan does not take: those that change nothing of it, and short names of settings.
 _NOT_PLANNED = frozenset({"--name", "--output"})
@@ -39,9 +38,8 @@ _SWITCHES = frozenset({"--strict"})
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """What a plan said of the time, and when."""
+    """What a plan says of the time."""
 
-    at_s: float
     range_s: tuple[float, float] | None
     """The shortest and the longest time, beside the programs that ran then."""
     beside_others: bool = False
@@ -51,13 +49,12 @@ class _Planned:
     images: int = 0
 
     @classmethod
-    def of(cls, plan: PlanRecord | None, *, at_s: float) -> _Planned:
-        """Return what is kept of a plan; None where it was refused."""
+    def of(cls, plan: PlanRecord | None) -> _Planned:
+        """Return what there is to say of a plan; None is one that was refused."""
         if plan is None:
-            return cls(at_s=at_s, range_s=None)
+            return cls(range_s=None)
         rank = plan.settings.get("adapter.rank")
         return cls(
-            at_s=at_s,
             range_s=from_now_s(plan.time),
             beside_others=load_of(plan.time) > 1,
             steps=plan.time.steps,
@@ -94,7 +91,8 @@ class AllWaiting:
 class Times:
     """The predicted seconds of the trainings that were asked for last, by their commands.
 
-    Each that ends corrects the times of the others, so they are asked for anew.
+    Each that ends corrects the times of the others, so they are asked for anew. What other programs do is counted each
+    time anew, as by the page Train, which may have looked at them since.
     """
 
     work: Workplace
@@ -102,7 +100,10 @@ class Times:
     """How many trainings this machine takes at the same time."""
     ask: Callable[[command_lines.Words], command_lines.Answer] = command_lines.ask
     clock_s: Callable[[], float] = time.time
-    _known: OrderedDict[tuple[str, ...], _Planned] = field(default_factory=OrderedDict)
+    _known: OrderedDict[tuple[str, ...], tuple[float, command_lines.Answer]] = field(
+        default_factory=OrderedDict
+    )
+    """When each was planned, and what was said."""
     _ended: frozenset[str] = frozenset()
 
     def of_waiting(self, said: Words) -> AllWaiting:
@@ -157,14 +158,13 @@ class Times:
         words = planned_words(item)
         if words is None:
             return None
-        found = self._known.pop(words, None)
-        if found is None or self.clock_s() - found.at_s > _FRESH_S:
-            answer = self.ask(words).beside(partial(self.work.beside.load, own=own))
-            found = _Planned.of(answer.plan, at_s=self.clock_s())
-        self._known[words] = found
+        at_s, answer = self._known.pop(words, (-math.inf, None))
+        if answer is None or self.clock_s() - at_s > LOOK_COUNTS_S:
+            at_s, answer = self.clock_s(), self.ask(words)
+        self._known[words] = at_s, answer
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
-        return found
+        return _Planned.of(answer.beside(partial(self.work.beside.load, own=own)).plan)
 
 
 def planned_words(item: Item) -> tuple[str, ...] | None:

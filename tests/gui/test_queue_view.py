@@ -554,6 +554,28 @@ def test_equal_trainings_take_equally_long_whatever_other_programs_did_between_t
     assert span == "about 14 min to 28 min"
 
 
+def test_a_training_that_waits_takes_as_long_as_the_bar_says_when_the_bar_has_looked_since(
+    place: Place, work: Workplace
+) -> None:
+    """The queue keeps its plan; the page Train has planned anew, beside programs that have begun meanwhile."""
+    id_ = commands.add(place.runs, ["/cats"], label="cats").id
+    loads = iter((1.0, 3.0))
+
+    def answer(_: command_lines.Words) -> command_lines.Answer:
+        time_of = {"run_s": [600.0, 1200.0], "beside_others": next(loads)}
+        return command_lines.Answer(values={"base": "embedded", "time": time_of})
+
+    clock_s = {"now": 0.0}
+    work = replace(work, beside=Beside(clock_s=lambda: clock_s["now"]))
+    waiting = times.Times(work=work, devices=lambda: 1, ask=answer)
+    assert waiting.of_waiting(ENGLISH).times[id_].length.startswith("takes about 10 min to 20 min")
+    clock_s["now"] += 301
+    plans = command_lines.Plans(work, ask=answer)
+    drafted = plans.of(drafts.Draft(id="0" * 12, dataset=str(place.folder))).plan
+    assert drafted is not None and drafted.time.beside_others == 3.0
+    assert waiting.of_waiting(ENGLISH).times[id_].length.startswith("takes about 30 min to 60 min")
+
+
 def test_a_draft_is_planned_without_the_training_that_will_have_ended(
     place: Place, work: Workplace
 ) -> None:
