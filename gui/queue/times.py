@@ -46,7 +46,6 @@ class _Planned:
     """Whether these make it longer."""
     steps: int | None = None
     rank: object = None
-    images: int = 0
 
     @classmethod
     def of(cls, plan: PlanRecord | None) -> _Planned:
@@ -59,15 +58,16 @@ class _Planned:
             beside_others=load_of(plan.time) > 1,
             steps=plan.time.steps,
             rank=rank.value if rank else None,
-            images=plan.time.images,
         )
 
     def facts(self, said: Words) -> list[str]:
-        """Return in a few words each how much is trained."""
+        """Return in a few words each how much is trained.
+
+        Without the images, which the line above counts: those held out are of these, and a second number would differ.
+        """
         return [
             *([said("{#} steps", f"{self.steps:,}")] if self.steps else []),
             *([said("rank {#}", self.rank)] if self.rank else []),
-            *([said("{#} images", f"{self.images:,}")] if self.images else []),
         ]
 
 

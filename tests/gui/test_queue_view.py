@@ -506,7 +506,7 @@ def test_each_waiting_training_says_how_long_it_takes_and_when_it_finishes(
         ids["d"]: "takes about 60 s, finishes at about 14:11",
     }
     assert {item: each.length for item, each in said.items()} == lengths
-    assert said[ids["a"]].facts == "2,400 steps, rank 16, 18 images"
+    assert said[ids["a"]].facts == "2,400 steps, rank 16"
     assert not waiting.note
     assert resumed not in said
     assert ("plan", "/a", "--json") in asked_for
