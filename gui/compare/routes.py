@@ -76,10 +76,9 @@ def routes(work: Workplace) -> list[Route]:
     def curves(asked: Curves, _: Words) -> Mapping[str, Any]:
         trained = [_learned(work, name) for name in dict.fromkeys(asked.runs)]
         chart = held_out_chart(trained, _)
-        same = chart is not None and coincide(trained)
         return {
             "html": "" if chart is None else _.markup(chart),
-            "said": _("Both lie on each other.") if same else "",
+            "said": "" if chart is None else remark(trained, _),
         }
 
     return [
@@ -112,6 +111,16 @@ def _learned(work: Workplace, name: str) -> Learned:
     return Learned(
         label=name, losses=losses(history), base_loss=math.nan if base is None else base.loss
     )
+
+
+def remark(trained: Sequence[Learned], _: Words) -> str:
+    """Return what a reader of the chart would wonder about: two lines that are seen as one, a line that is missing."""
+    if coincide(trained):
+        return _("Both lie on each other.")
+    missing = [each.label for each in trained if not (each.losses and each.base_loss > 0)]
+    if missing:
+        return _("No held-out images were measured while {} trained.", missing[0])
+    return ""
 
 
 def coincide(trained: Sequence[Learned]) -> bool:

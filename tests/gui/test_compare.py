@@ -85,6 +85,11 @@ def test_two_lines_that_are_seen_as_one_are_said_to_coincide() -> None:
         assert not routes.coincide([one, other]), other.label
     assert not routes.coincide([learned("none"), learned("none either")])
     assert not routes.coincide([one]), "one training twice is one line anyway"
+    # A chart with one line of two says why.
+    assert routes.remark([one, learned("short")], ENGLISH) == (
+        "No held-out images were measured while short trained."
+    )
+    assert not routes.remark([one, learned("apart", 0.9, 0.81)], ENGLISH)
 
 
 @pytest.mark.parametrize(
