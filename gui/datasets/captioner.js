@@ -72,6 +72,7 @@ export class Captioner {
     this.done = answer.done;
     this.running = running;
     this.start.disabled = running;
+    this.start.textContent = say("Start");
     this.stop.hidden = !running;
     this.back.hidden = running || !(answer.written || answer.done); // where nothing was written, nothing is taken back
     this.bar.hidden = !running;
@@ -103,6 +104,8 @@ export class Captioner {
     const mode = this.mode.input.value;
     const files = mode === "missing" ? [] : [...this.editor.chosen];
     if (mode !== "missing" && !files.length) { this.said.textContent = say("Select images first."); return; }
+    this.said.replaceChildren();
+    this.said.classList.remove("notice", "warning", "ds-error");
     this.done = -1;
     const answer = await this.editor.ask("caption", {
       files, model: this.model, mode: mode === "replace" ? "replace" : "missing",
@@ -122,6 +125,7 @@ export class Captioner {
       this.editor.changed(now, say("Undone: {}", now.step));
     })] : []));
     this.editor.changed(answer, say("Done: {}", answer.step));
+    this.start.textContent = say("Try again"); // pressed once more, the same would be said, as if nothing happened
     this.node.scrollIntoView({ block: "center" }); // not below the bar that stays in sight
   }
 

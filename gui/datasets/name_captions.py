@@ -16,7 +16,8 @@ from lora_trainer.dataset.listing import ImageFile
 _COUNTED = re.compile(
     r"img|images?|dscf?|dscn|pxl|photos?|pics?|pictures?|frame|clip|video|vid|mvimg|signal|whatsapp|whats|app|screenshot|screen"
     r"|shot|export|edit(ed)?|copy|final|new|untitled|downloads?|uploads?|datasets?|train(ing)?|at|pano|burst|portrait"
-    r"|wa|gopr|scan|files?|heic|jpe?g|png|raw|set",
+    r"|wa|gopr|scan|files?|heic|jpe?g|png|raw|set|thumb(nail)?s?|previews?|original|unnamed|cropped|resized|te?mp"
+    r"|cam(era)?|kamera|bild(er)?|fotos?|kopie|unbenannt",
     re.IGNORECASE,
 )
 # What cameras and screens write as the description of each image.

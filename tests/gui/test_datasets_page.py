@@ -897,6 +897,8 @@ NAMES = {
     "PXL_20240102_120000123.jpg": "",
     "WhatsApp Image 2024-01-02 at 12.00.00.jpeg": "",
     "0f3a9c1d77e2.png": "",
+    "thumb.jpg": "",
+    "Foto (3) - Kopie.jpg": "",
     "a_red-cat_003.png": "red cat",
     "MyDogRunning2.jpg": "my dog running",
     "10_blue owl/IMG_7.png": "blue owl",
@@ -941,7 +943,7 @@ def test_without_a_model_the_images_say_it_themselves_and_that_is_undone_unless_
     }
     why, done, rest, offer = answer["instead"]
     assert why.startswith("BLIP base is not on this machine yet"), "as its card calls it"
-    assert done.startswith("1 caption was taken") and rest.startswith("2 images have none")
+    assert done.startswith("1 caption was taken") and rest.startswith("2 images have no caption")
     assert offer.startswith("The name of 1 of them has words") and answer["named"] == 1
     _, told_in_german = told(api.work, "caption", {**asked, "folder": str(root)})
     assert told_in_german["instead"][0].startswith("BLIP base ist noch nicht auf diesem Rechner")
