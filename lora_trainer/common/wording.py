@@ -39,9 +39,10 @@ def duration_text(seconds: float) -> str:
 
 
 def span_text(ends_s: tuple[float, float]) -> str:
-    """Return how long something takes, from its shortest and longest time: `about 20 min to 35 min`.
+    """Return how long something takes, from its shortest and longest time: `about 20 to 35 min`.
 
-    From two days on it is said in one unit, coarser and coarser: nobody plans by the difference of 14 and 55 days.
+    The unit is said once where both have the same. From ten hours on it is said coarser and coarser: nobody plans by
+    the difference of 14 and 55 days.
     """
     low_days, high_days = (end / _DAY_S for end in ends_s)
     middle_days = (low_days + high_days) / 2
@@ -50,7 +51,9 @@ def span_text(ends_s: tuple[float, float]) -> str:
     if high_days >= _WEEK_DAYS:
         return "several weeks" if middle_days < _MONTHS_DAYS else "several months"
     if high_days < 2:
-        low, high = map(_coarse, ends_s)
+        low, high = (_coarse(end_s, longest_s=ends_s[1]) for end_s in ends_s)
+        if low != high and low.split()[1] == high.split()[1]:
+            low = low.split()[0]
     elif max(1, round(low_days)) == round(high_days):
         low = high = f"{round(high_days)} days"
     else:
@@ -58,13 +61,13 @@ def span_text(ends_s: tuple[float, float]) -> str:
     return f"about {low}" if low == high else f"about {low} to {high}"
 
 
-def _coarse(seconds: float) -> str:
-    """Return a duration as somebody says it who does not know it better."""
-    if seconds < 90:
+def _coarse(seconds: float, *, longest_s: float) -> str:
+    """Return a duration as somebody says it who does not know it better, of something that may take `longest_s`."""
+    if longest_s < 90 or seconds < 50:
         return f"{max(10, 10 * round(seconds / 10))} s"
-    if seconds < 5400:
+    if longest_s < 5400 or seconds < 3600:
         return f"{round(seconds / 60)} min"
-    return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 3600:.{0 if longest_s >= 36_000 else 1}f} h"
 
 
 def clock_text(seconds: float) -> str:

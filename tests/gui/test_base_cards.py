@@ -103,7 +103,7 @@ def test_a_verdict_is_a_light_a_word_and_a_time_and_says_what_is_small(
         )
 
     good = verdict()
-    assert (good["fits"], good["said"], good["time"]) == ("good", "Fits", "about 58 min to 68 min")
+    assert (good["fits"], good["said"], good["time"]) == ("good", "Fits", "about 58 to 68 min")
     assert good["images"] == ["2 of 2 images are small"]
     one = verdict(images={"all": 2, "blurred": 1})
     assert one["images"] == ["1 of 2 images look blurred in it"]
@@ -120,7 +120,10 @@ def test_a_verdict_is_a_light_a_word_and_a_time_and_says_what_is_small(
 @pytest.mark.parametrize(
     ("hours", "english", "german"),
     [
-        ((2.9, 11.5), "about 2.9 h to 11.5 h", "etwa 2,9 h bis 11,5 h"),
+        ((2.9, 11.5), "about 3 to 12 h", "etwa 3 bis 12 h"),
+        ((0.7, 1.9), "about 42 min to 1.9 h", "etwa 42 min bis 1,9 h"),
+        ((1.2, 4.8), "about 1.2 to 4.8 h", "etwa 1,2 bis 4,8 h"),
+        ((0.02, 0.04), "about 1 to 2 min", "etwa 1 bis 2 min"),
         ((38.2, 6 * 24), "about 2 to 6 days", "etwa 2 bis 6 Tage"),
         ((60, 60), "about 2 days", "etwa 2 Tage"),
         ((4 * 24, 15 * 24), "about a week", "etwa eine Woche"),

@@ -551,7 +551,7 @@ def test_equal_trainings_take_equally_long_whatever_other_programs_did_between_t
     assert drafted is not None
     span = plan_view.span(plan_view.from_now_s(drafted.time) or (0.0, 0.0), ENGLISH)
     assert [said[id_].length.split(",")[0] for id_ in ids] == [f"takes {span}"] * 3
-    assert span == "about 14 min to 28 min"
+    assert span == "about 14 to 28 min"
 
 
 def test_a_training_that_waits_takes_as_long_as_the_bar_says_when_the_bar_has_looked_since(
@@ -568,12 +568,12 @@ def test_a_training_that_waits_takes_as_long_as_the_bar_says_when_the_bar_has_lo
     clock_s = {"now": 0.0}
     work = replace(work, beside=Beside(clock_s=lambda: clock_s["now"]))
     waiting = times.Times(work=work, devices=lambda: 1, ask=answer)
-    assert waiting.of_waiting(ENGLISH).times[id_].length.startswith("takes about 10 min to 20 min")
+    assert waiting.of_waiting(ENGLISH).times[id_].length.startswith("takes about 10 to 20 min")
     clock_s["now"] += 301
     plans = command_lines.Plans(work, ask=answer)
     drafted = plans.of(drafts.Draft(id="0" * 12, dataset=str(place.folder))).plan
     assert drafted is not None and drafted.time.beside_others == 3.0
-    assert waiting.of_waiting(ENGLISH).times[id_].length.startswith("takes about 30 min to 60 min")
+    assert waiting.of_waiting(ENGLISH).times[id_].length.startswith("takes about 30 to 60 min")
 
 
 def test_a_draft_is_planned_without_the_training_that_will_have_ended(

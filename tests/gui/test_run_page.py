@@ -145,7 +145,7 @@ def test_one_sentence_says_what_it_does_and_before_the_first_step_there_are_stag
     record["plan"] = {**record.get("plan", {}), "time": {"run_s": [240, 480], "beside_others": 2.0}}
     (new / "run.json").write_text(json.dumps(record))
     shown = head(new)
-    assert "<dt>Takes</dt><dd>about 8 min to 16 min</dd><dd>from 3 finished runs</dd>" in shown
+    assert "<dt>Takes</dt><dd>about 8 to 16 min</dd><dd>from 3 finished runs</dd>" in shown
     assert "Check your images" in shown
     record["dataset"] = {**record.get("dataset", {}), **words_of_slider}
     (new / "run.json").write_text(json.dumps(record))

@@ -116,12 +116,12 @@ def test_the_time_and_the_disk_of_all_of_them_stand_beside_the_button(
     shown = train.plan_part(work, draft, SAID, command_lines.Plans(work, ask=planned()))
     assert shown.button == "Queue 6 trainings" and shown.works
     # Six times 10 to 20 minutes; the cache is made once, six times 1 GiB of states and exports.
-    assert "6 trainings, one after another: about 60 min to 2.0 h together, 7.0 GiB" in shown.beside
+    assert "6 trainings, one after another: about 1.0 to 2.0 h together, 7.0 GiB" in shown.beside
     # Each of them says how long it takes beside other programs, so all together are not shorter.
     busy = replace(work, beside=Beside())  # nobody has looked at other programs yet
     slowed = command_lines.Plans(busy, ask=planned(beside_others=3.0))
     shown = train.plan_part(busy, draft, SAID, slowed)
-    assert "one after another: about 3.0 h to 6.0 h together" in shown.beside
+    assert "one after another: about 3.0 to 6.0 h together" in shown.beside
     assert "Each of them, beside the programs that run now:" in shown.beside
     shown = train.plan_part(work, draft, SAID, command_lines.Plans(work, ask=planned(rank=8)))
     assert not shown.works and "8 is what it has already" in shown.beside
