@@ -34,6 +34,18 @@ _PHASES = {
     "training": "training",
     "sampling": "drawing samples",
 }
+# Where a value comes from in words, by the first word of its layer in the plan; a file is named.
+_ORIGINS = {
+    "default": "usual",
+    "command line": "changed by you",
+    "planner": "chosen automatically",
+    "family": "usual for this model",
+    "tier": "usual for this much memory",
+    "cell": "usual for this much memory",
+    "priority": "usual for what matters most to you",
+    "concept": "usual for such a subject",
+    "slider": "usual for a slider",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +77,12 @@ def from_now_s(time: TimeRecord) -> tuple[float, float] | None:
 def load_of(time: TimeRecord) -> float:
     """Return how many times as long a training takes beside the programs that run now."""
     return max(1.0, time.beside_others)
+
+
+def origin_said(layer: str, said: Words) -> str:
+    """Return where a value comes from in words."""
+    known = _ORIGINS.get(layer) or _ORIGINS.get(layer.partition(" ")[0])
+    return said("from {}", layer) if known is None else said(known)
 
 
 def bar_bytes(memory: MemoryRecord) -> float:

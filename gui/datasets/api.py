@@ -315,7 +315,10 @@ class DatasetApi:
         if found.written == 1:
             done = "1 caption was taken from the image's own description."
         left = found.left
-        rest = f"{left} images have no caption: type what is in them, or go on, and they are trained with the trigger word."
+        rest = (
+            f"{left} images have no caption: "
+            "type what is in them, or go on, and they are trained with the trigger word."
+        )
         if left == 1:
             rest = "1 image has no caption: type what is in it, or go on, and it is trained with the trigger word."
         if same := found.same:

@@ -30,7 +30,15 @@ from .. import command_lines, drafts
 from ..command_lines import Answer
 from ..drafts import Draft
 from ..markup import capital, named, worded
-from ..plan_view import bar_bytes, fit_sentence, from_now_s, limit_share, memory_parts, span
+from ..plan_view import (
+    bar_bytes,
+    fit_sentence,
+    from_now_s,
+    limit_share,
+    memory_parts,
+    origin_said,
+    span,
+)
 from ..server.language import ENGLISH
 from ..server.translation import Words, words
 from ..setting_edit import FOLDER, NAME, as_json, given
@@ -39,18 +47,6 @@ from ..workplace import Workplace
 from . import presets
 
 _DEFAULT, _COMMAND_LINE = "default", "command line"
-# Where a value comes from in words, by the first word of its layer in the plan; a file is named.
-_FROM = {
-    "default": "usual",
-    "command line": "changed by you",
-    "planner": "chosen automatically",
-    "family": "usual for this model",
-    "tier": "usual for this much memory",
-    "cell": "usual for this much memory",
-    "priority": "usual for what matters most to you",
-    "concept": "usual for such a subject",
-    "slider": "usual for a slider",
-}
 _WORDS = {True: "yes", False: "no", "auto": "automatic"}
 # What is changed most often, in a section of its own before all others.
 USUAL = (
@@ -297,21 +293,15 @@ def _in_force(
     found = {
         "text": text_of(info, setting.value),
         "layer": origin,
-        "from": _origin(origin, said),
+        "from": origin_said(origin, said),
         "reason": worded(setting.reason, said),
         "preset": text_of(info, info.default),
-        "preset_from": _origin(_DEFAULT, said),
+        "preset_from": origin_said(_DEFAULT, said),
     }
     if preset is not None and info.key != CONCEPT:  # which is above its presets
         found["preset"] = text_of(info, flatten(preset.config)[info.key])
-        found["preset_from"] = _origin(preset.origins[info.key].layer, said)
+        found["preset_from"] = origin_said(preset.origins[info.key].layer, said)
     return found
-
-
-def _origin(layer: str, said: Words) -> str:
-    """Return where a value comes from in words."""
-    known = _FROM.get(layer) or _FROM.get(layer.partition(" ")[0])
-    return said("from {}", layer) if known is None else said(known)
 
 
 def _preset(plan: PlanRecord) -> Resolved | None:

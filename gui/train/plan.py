@@ -6,7 +6,6 @@ fields that the plan fills in. Nothing is computed here but units and widths; wh
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from lora_trainer.planning.timesteps import shares_sentence
 from lora_trainer.reporting.base_names import title
 from lora_trainer.reporting.charts import Html, text, timestep_bars
 from lora_trainer.reporting.plan_record import MemoryRecord, PlanRecord
+from lora_trainer.reporting.report import value_text
 
 from .. import plan_view, slider_words
 from ..datasets.view import badge_kind
@@ -42,8 +42,6 @@ _PLAIN = {"runtime": "the program itself", "allocator slack": "gaps between what
 _AT_FIELD = {"learning-rate": fields.RATE}
 # A choice of somebody beyond these is remarked on: how often an image is seen, and the rank.
 _MOST_TIMES, _MOST_RANK = 1000, 128
-# Where a setting is from, in words of a page.
-_ORIGINS = {"command line": "your choice"}
 # What the size that a base is trained in makes of the images, said where the base is chosen.
 _OF_BASE = {
     "low-resolution": (
@@ -321,12 +319,11 @@ def _decided(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
     """Yield the settings that are not at their default, each with its reason."""
     for key, setting in found.settings.items():
         if setting.origin != "default":
-            value = setting.value
             yield {
                 "key": key,
                 "label": setting_said(key, said),
-                "value": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False),
-                "origin": said.message(_ORIGINS.get(setting.origin, setting.origin)),
+                "value": said.value(value_text(setting.value)),
+                "origin": plan_view.origin_said(setting.origin, said),
                 "reason": message(setting.reason, said),
             }
 

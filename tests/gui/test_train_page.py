@@ -396,7 +396,7 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     beside = plan.beside(found, SAID)
     assert "About 1 to 2 min" in beside and "not for ComfyUI" in beside
     assert "About 1 to 2 min" not in html, "one time on the page"
-    assert "<td>your choice</td>" in html, "a page is not a command line"
+    assert "<td>changed by you</td>" in html, "a page is not a command line"
     assert 'data-base="of/b" data-afresh="train.steps data.resolution"' in plan.plan(
         found, SAID, leads_to="of/b", afresh=fields.of_try_out(EMPTY)
     )
