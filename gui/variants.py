@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -63,6 +63,7 @@ class Series:
 
 
 _SERIES = TypeAdapter(Series)
+_Differing = TypeVar("_Differing", Variant, Member)
 
 
 def with_values(draft: Draft, *, key: str, text: str) -> Draft:
@@ -106,8 +107,23 @@ def variants(draft: Draft) -> tuple[Variant, ...]:
     return tuple(found.values())
 
 
+def in_order(
+    differing: Sequence[_Differing], *, keys: Sequence[str], planned: Mapping[str, Any]
+) -> list[_Differing]:
+    """Return trainings in the order of the values by which they differ; `planned` are values that a plan has chosen.
+
+    Words among numbers, or a value that no plan has chosen yet, leave them as they were typed.
+    """
+    try:
+        return sorted(
+            differing, key=lambda each: [each.values.get(key, planned.get(key)) for key in keys]
+        )
+    except TypeError:
+        return list(differing)
+
+
 def start(work: Workplace, draft: Draft, *, planned: Mapping[str, Any]) -> Series:
-    """Put all trainings of a draft into the queue, or none; raises LoraTrainError.
+    """Put all trainings of a draft into the queue in the order of their values, or none; raises LoraTrainError.
 
     `planned` are values that its plan chose for the settings by which they differ.
     """
@@ -115,7 +131,7 @@ def start(work: Workplace, draft: Draft, *, planned: Mapping[str, Any]) -> Serie
     taken = {path.name for path in work.runs.iterdir()}
     members = list[Member]()
     try:
-        for variant in variants(draft):
+        for variant in in_order(variants(draft), keys=tuple(draft.also), planned=planned):
             name = _name(label, variant.values, taken)
             taken.add(name)
             words = command_lines.train_words(replace(variant.draft, name=name), work)

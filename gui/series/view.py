@@ -11,7 +11,6 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -135,17 +134,12 @@ def named(work: Workplace, *, series: str, study: str) -> Named:
     if study:
         return _of_study(work, study)
     found = variants.read(work, series)
-    names = variants.runs_of(work, found.members)
-    members = list(zip(names, (member.values for member in found.members), strict=True))
-
-    def values(member: tuple[str, Mapping[str, Any]]) -> tuple[Any, ...]:
-        return tuple(member[1].get(key, found.planned.get(key)) for key in found.keys)
-
-    with suppress(
-        TypeError
-    ):  # words among numbers, or a value that no plan has chosen yet: as they were typed
-        members.sort(key=values)
-    return Named(label=found.label, keys=found.keys, runs=tuple(members), planned=found.planned)
+    # Those of earlier versions were queued in another order.
+    members = variants.in_order(found.members, keys=found.keys, planned=found.planned)
+    names = variants.runs_of(work, members)
+    values = [member.values for member in members]
+    together = tuple(zip(names, values, strict=True))
+    return Named(label=found.label, keys=found.keys, runs=together, planned=found.planned)
 
 
 def _of_study(work: Workplace, name: str) -> Named:

@@ -248,7 +248,7 @@ def test_two_ranks_in_one_press_are_a_series_that_waits_on_its_page(
         page.wait_for_url("**/series?id=*")
         page.get_by_text("they start as soon as the queue goes on").wait_for()
         cards = page.locator(".trainings li").all_inner_texts()
-        assert len(cards) == 2 and "Rank 4" in cards[0] and "number 2 in the queue" in cards[0]
+        assert len(cards) == 2 and "Rank 4" in cards[0] and "number 1 in the queue" in cards[0]
         page.get_by_role("link", name="All series").click()
         page.locator(".series-rows li", has_text="Rank 4 16").wait_for()
     finally:

@@ -332,6 +332,9 @@ def test_trainings_stand_in_the_order_of_their_values(
     shown = page.get(view.page_url(train.start(work, draft.id, plans=plans).series)).text
     headings = re.findall(r"<h2>([^<]+)</h2>", shown)
     assert headings == ["Rank 4", "Rank 8", "Rank 16", "Rank 32"]
+    assert re.findall(r"number (\d) in the queue", shown) == ["1", "2", "3", "4"], (
+        "and are trained in it"
+    )
 
 
 def test_a_series_of_an_earlier_version_is_read(work: Workplace, draft: drafts.Draft) -> None:
