@@ -54,6 +54,7 @@ export class CropBox {
   }
 
   begin(event) {
+    if (event.button) return; // the middle one moves an enlarged image
     event.preventDefault();
     this.node.setPointerCapture(event.pointerId);
     const side = event.target.dataset.side ?? (event.target === this.part && !this.isWhole ? "move" : "draw");

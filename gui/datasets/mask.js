@@ -20,12 +20,14 @@ export function maskPane(file, { width_px, height_px, mask, seen, finds_subject:
   const ring = make("i", { class: "brush", hidden: true });
   const place = () => { ring.style.width = `${100 * brush.width / canvas.width}%`; };
   place();
-  canvas.addEventListener("pointermove", (event) => {
-    const { x, y } = brush.point(event);
+  const show = ({ x, y }) => {
     Object.assign(ring.style, { left: `${100 * x / canvas.width}%`, top: `${100 * y / canvas.height}%` });
     ring.hidden = false;
-  });
+  };
+  canvas.addEventListener("pointermove", (event) => show(brush.point(event)));
   canvas.addEventListener("pointerleave", () => { ring.hidden = true; });
+  canvas.addEventListener("blur", () => { ring.hidden = true; });
+  brush.moved = () => { show(brush.cursor); ring.scrollIntoView({ block: "nearest", inline: "nearest" }); };
   const tool = (label, value) => button(label, () => { brush.erases = value; mark(); }, { value: String(value) });
   const kinds = [tool(say("Paint"), false), tool(say("Erase"), true)];
   const mark = () => kinds.forEach((one) => one.setAttribute("aria-pressed", String(one.value === String(brush.erases))));
@@ -77,12 +79,13 @@ class Seen {
 /** Draws on a canvas of greys, white on black; the page dims what is dark. */
 class Brush {
   constructor(canvas, mask, changed) {
-    Object.assign(this, { canvas, changed, drawn: () => {}, share: 0.12, erases: false, isSoft: false, before: [], at: null });
+    Object.assign(this, { canvas, changed, drawn: () => {}, moved: () => {}, share: 0.12, erases: false, isSoft: false, before: [], at: null });
     this.context = canvas.getContext("2d", { willReadFrequently: true });
     this.flat(0);
     this.hadMask = Boolean(mask);
     if (mask) this.load(mask); else canvas.classList.add("fresh"); // the image is seen until something is painted
     canvas.addEventListener("pointerdown", (event) => {
+      if (event.button) return; // the middle one moves an enlarged image
       canvas.setPointerCapture(event.pointerId);
       this.keep();
       this.at = this.point(event);
@@ -94,7 +97,11 @@ class Brush {
       this.line(this.at, to);
       this.at = to;
     });
-    for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { this.at = null; });
+    canvas.addEventListener("pointerup", () => { this.at = null; });
+    canvas.addEventListener("pointercancel", () => { // a second finger enlarges: the first one was not painting
+      if (this.at) this.undo();
+      this.at = null;
+    });
     this.cursor = { x: canvas.width / 2, y: canvas.height / 2 };
     canvas.addEventListener("keydown", (event) => this.key(event));
   }
@@ -124,6 +131,7 @@ class Brush {
     if (move) {
       this.cursor.x = Math.min(this.canvas.width, Math.max(0, this.cursor.x + move[0]));
       this.cursor.y = Math.min(this.canvas.height, Math.max(0, this.cursor.y + move[1]));
+      this.moved();
     } else if (event.key === " " || event.key === "e") {
       this.keep();
       const erased = this.erases;

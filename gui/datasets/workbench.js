@@ -1,12 +1,14 @@
 // One image, large, with its caption beside it: Enter saves and goes to the next, Page Up and Page Down turn over,
 // Escape leaves a crop or a mask, then closes, but not while one is not saved. The part of it that is trained is chosen on the image, and so is its mask painted. The field, the remarks and what is said are those of the card, lent while they are here, so that what
 // is typed is saved, refused and warned of as it is there. Below are the tags of all captions, to add or take away.
+// + and - enlarge the image (zoom.js).
 import { dialog } from "/ui/dialog.js";
 import { say } from "/ui/shared/words.js";
 import { button, icon, make } from "/ui/shared/elements.js";
 import { CropBox } from "/ui/datasets/crop_box.js";
 import { maskPane } from "/ui/datasets/mask.js";
 import { tagsOf } from "/ui/datasets/tags.js";
+import { Zoom } from "/ui/datasets/zoom.js";
 
 const LARGE_PX = 1536;
 const TAGS_SHOWN = 24;
@@ -33,7 +35,8 @@ class Workbench {
     Object.assign(this, { editor, card: null, sizes: new Map(), unsaved: "" });
     this.picture = make("img", { alt: "", onload: () => this.fit() });
     this.stage = make("div", { class: "wb-stage" }, this.picture);
-    this.image = make("div", { class: "wb-image" }, this.stage);
+    this.zoom = new Zoom(this.stage);
+    this.image = make("div", { class: "wb-image" }, this.zoom.node, this.zoom.buttons);
     this.bar = make("div", { class: "wb-bar" });
     this.before = make("div", { class: "wb-before" });
     this.name = make("h3", { dir: "auto", translate: "no" });
@@ -103,6 +106,7 @@ class Workbench {
     this.picture.src = `/media/thumb?${new URLSearchParams({ folder, file: picture.file, size: LARGE_PX })}`;
     this.before.hidden = !picture.references.length;
     this.before.replaceChildren(...this.card.references(LARGE_PX));
+    this.zoom.set(1);
     this.name.textContent = picture.file;
     this.counter.textContent = say("{#} of {#}", at + 1, order.length);
     this.caption.replaceChildren(...this.card.lend());
@@ -280,7 +284,13 @@ class Workbench {
     // A crop or a mask with nothing to save: the image stays, as after Cancel.
     if (event.key === "Escape" && this.bar.childElementCount) { event.preventDefault(); this.end(); this.card.area.focus(); return; }
     const isTyping = event.target === this.card?.area;
-    const by = { PageDown: 1, PageUp: -1, ...(isTyping ? {} : { ArrowRight: 1, ArrowLeft: -1 }) }[event.key];
+    const isField = event.target.matches("textarea, input"); // whose keys are its own: the brush has a size
+    if (!isField && !event.altKey && !event.ctrlKey && !event.metaKey) {
+      const done = this.zoom.key(event);
+      if (done) event.preventDefault();
+      if (done !== false) return;
+    }
+    const by = { PageDown: 1, PageUp: -1, ...(isField ? {} : { ArrowRight: 1, ArrowLeft: -1 }) }[event.key];
     if (by && !event.altKey && !event.ctrlKey) this.turn(by);
     else if (isTyping && event.key === "Enter" && !event.shiftKey && !event.isComposing) this.shown.node.querySelector("[type=submit]").click();
     else return;

@@ -686,13 +686,21 @@ def test_a_mask_is_painted_and_a_crop_dragged_on_the_picture_both_saved_and_undo
     canvas.focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Space")
-    page.keyboard.press("Tab")
+    dialog.locator(".brush").wait_for()  # who paints with keys sees where
+    page.keyboard.press("+")
+    dialog.get_by_role("button", name="150 %").wait_for()
+    at = painted_beside_the_middle(page, dialog)
+    size = dialog.get_by_role("slider", name="Brush")
+    width = int(size.input_value())
+    size.press("ArrowRight")  # of the brush, not to the next image
+    assert int(size.input_value()) == width + 1
     dialog.get_by_role("button", name="Save, then the next image").click()
     dialog.get_by_role("img", name="Mask of b.png").wait_for()
     dialog.get_by_role("button", name="Previous").click()
     dialog.locator("h3", has_text="a.png").wait_for()
     with Image.open(mask) as drawn:
         assert drawn.getpixel((28, 32)) == 255 and drawn.getpixel((53, 32)) == 255
+        assert drawn.getpixel(at) == 255 and drawn.getpixel((90, 60)) == 0
     dialog.get_by_role("button", name="Crop", exact=True).click()
     box = dialog.get_by_role("img", name="Crop of a.png")
     box.wait_for()
@@ -726,6 +734,25 @@ def test_a_mask_is_painted_and_a_crop_dragged_on_the_picture_both_saved_and_undo
     until(lambda: not crops.exists(), what="the crop is gone")
     press(page, "Undo")
     until(lambda: mask.read_bytes() == written, what="the mask is as it was")
+
+
+def painted_beside_the_middle(page: Any, dialog: Any) -> tuple[int, int]:
+    """Enlarge the image with the wheel, paint where the mouse is, and return the pixel, of 96 x 64, that is there."""
+    view = dialog.locator(".wb-view").bounding_box()
+    place = (view["x"] + 0.6 * view["width"], view["y"] + 0.3 * view["height"])
+    page.mouse.move(*place)
+
+    def pixel() -> tuple[int, int]:
+        stage = dialog.locator(".wb-stage").bounding_box()
+        across = (place[0] - stage["x"]) / stage["width"]
+        return int(96 * across), int(64 * (place[1] - stage["y"]) / stage["height"])
+
+    before = pixel()
+    page.mouse.wheel(0, -300)
+    dialog.get_by_role("button", name="273 %").wait_for()
+    assert all(abs(one - other) <= 1 for one, other in zip(before, pixel(), strict=True))
+    page.mouse.click(*place)
+    return pixel()
 
 
 def drag(page: Any, node: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
