@@ -322,7 +322,9 @@ def _decided(found: PlanRecord, said: Words) -> Iterator[dict[str, Any]]:
             yield {
                 "key": key,
                 "label": setting_said(key, said),
-                "value": said.value(value_text(setting.value)),
+                "value": said.message(title(setting.value))
+                if key == "base.model" and isinstance(setting.value, str)
+                else said.value(value_text(setting.value)),
                 "origin": plan_view.origin_said(setting.origin, said),
                 "reason": message(setting.reason, said),
             }

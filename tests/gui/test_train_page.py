@@ -382,6 +382,12 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
         "time": {"steps": 60, "epochs": 2.0, "run_s": [60, 120], "note": "by table"},
         "disk": {"cache": 2**20},
         "settings": {
+            "base.model": {
+                "value": "embedded",
+                "origin": "planner",
+                "reason": "no base was chosen",
+            },
+            "data.flip": {"value": False, "origin": "concept person", "reason": ""},
             "train.steps": {"value": 60, "origin": "planner", "reason": "by images"},
             "data.trigger": {"value": "cat", "origin": "command line", "reason": ""},
             "train.seed": {"value": 42, "origin": "default", "reason": ""},
@@ -397,6 +403,9 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     assert "About 1 to 2 min" in beside and "not for ComfyUI" in beside
     assert "About 1 to 2 min" not in html, "one time on the page"
     assert "<td>changed by you</td>" in html, "a page is not a command line"
+    for value in ("Miniature", "off"):  # in the words of the other pages
+        assert f'<td translate="no">{value}</td>' in html
+    assert "<td>usual for such a subject</td>" in html
     assert 'data-base="of/b" data-afresh="train.steps data.resolution"' in plan.plan(
         found, SAID, leads_to="of/b", afresh=fields.of_try_out(EMPTY)
     )
