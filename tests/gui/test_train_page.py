@@ -399,6 +399,11 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     source = "from 2 finished runs on this machine"
     timed = replace(found, time=replace(found.time, source=source, corrections=(source,)))
     assert plan.plan(timed, SAID).count(source) == 1, "what the time is from is said once"
+    a_night = replace(found, base="owner/name", time=replace(found.time, run_s=(3e5, 6e5)))
+    assert "How to train on another" in plan.plan(a_night, SAID), "not only beside a try-out"
+    assert "Too slow on this machine." in plan.beside(a_night, SAID), "as its card says"
+    a_minute = replace(a_night, time=replace(found.time, run_s=(60.0, 120.0)))
+    assert "How to train on another" not in plan.plan(a_minute, SAID)
     beside = plan.beside(found, SAID)
     assert "About 1 to 2 min" in beside and "not for ComfyUI" in beside
     assert "About 1 to 2 min" not in html, "one time on the page"
