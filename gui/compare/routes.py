@@ -116,7 +116,7 @@ def _learned(work: Workplace, name: str) -> Learned:
 def remark(trained: Sequence[Learned], _: Words) -> str:
     """Return what a reader of the chart would wonder about: two lines that are seen as one, a line that is missing."""
     if coincide(trained):
-        return _("Both lie on each other.")
+        return _("The two curves coincide.")
     missing = [each.label for each in trained if not (each.losses and each.base_loss > 0)]
     if missing:
         return _("No held-out images were measured while {} trained.", missing[0])

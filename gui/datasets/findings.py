@@ -178,7 +178,8 @@ def of_dataset(opened: OpenDataset) -> list[Mapping[str, Any]]:
         found = [
             asdict(finding) for finding in opened.listing.findings if finding.kind not in DONE_HERE
         ]
-    return [*found, *_of_captions(opened)]
+    # Captions first, as on the step Images: what is missing there harms the training most.
+    return [*_of_captions(opened), *found]
 
 
 def extra_of(opened: OpenDataset, kind: str) -> list[str]:

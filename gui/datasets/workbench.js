@@ -61,8 +61,9 @@ class Workbench {
     this.mask = does("contrast", say("Mask"), () => this.begin("mask"));
     this.exclude = does("x", say("Exclude"), () => this.leaveOut());
     this.exclude.className = "wb-leaves-out";
-    this.head = make("div", { class: "wb-head" }, this.name, this.counter,
-      make("p", { class: "actions" }, this.crop, this.mask, this.exclude), this.turns);
+    // The arrows come before the buttons: what is pressed stays under the pointer when they come.
+    this.head = make("div", { class: "wb-head" }, this.name, this.counter, this.turns,
+      make("p", { class: "actions" }, this.crop, this.mask, this.exclude));
     this.shown = dialog(say("Image and caption"), {
       fields: [make("div", { class: "workbench" }, this.head,
         make("div", { class: "wb-pair" }, this.before, this.image), this.bar,
@@ -219,11 +220,11 @@ class Workbench {
     return true;
   }
 
-  /** Mark the button of what is done on the picture, "" of nothing. The arrows lie on the picture, except meanwhile. */
+  /** Mark the button of what is done on the picture, "" of nothing. Arrows and zoom lie on the picture, except meanwhile. */
   press(kind) {
     const held = document.activeElement;
-    (kind ? this.turns : this.image).append(this.back, this.next);
-    if (held === this.back || held === this.next) held.focus();
+    (kind ? this.turns : this.image).append(this.back, this.next, this.zoom.buttons);
+    if (this.shown.node.contains(held)) held.focus();
     this.crop.setAttribute("aria-pressed", String(kind === "crop"));
     this.mask.setAttribute("aria-pressed", String(kind === "mask"));
   }
@@ -241,6 +242,17 @@ class Workbench {
       Object.assign(kept.style, { left, top, width: `calc(${right} - ${left})`, height: `calc(${bottom} - ${top})` });
     }
     this.stage.replaceChildren(this.picture, ...(kept ? [make("div", { class: "ds-frame wb-kept", "aria-hidden": "true" }, kept)] : []));
+    this.dim();
+  }
+
+  /** Dim what counts little, where the image has a mask. */
+  async dim() {
+    const { card, bar } = this;
+    if (!card.picture.badges.some((badge) => badge.kind === "mask")) return;
+    const { mask } = await card.ask("closer", { file: card.picture.file });
+    if (this.card !== card || bar.childElementCount || !mask) return; // something else is shown by now
+    this.stage.querySelector(".paint")?.remove();
+    this.stage.append(make("div", { class: "paint wb-masked", "aria-hidden": "true" }, make("img", { src: mask, alt: "" })));
   }
 
   giveBack() {

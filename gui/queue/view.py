@@ -188,7 +188,7 @@ def worker_line(work: Workplace, found: Sequence[Item], said: Words) -> str:
     others = worker.outside(work.runs, running)
     if waiting and not running and others:
         return said("Waiting for {}, which was started outside of the queue.", others[0])
-    return said("The queue works by itself: closing this page or the program stops nothing.")
+    return said("The queue works by itself: it goes on when you close this page or the program.")
 
 
 def press(work: Workplace, *, action: str, id: str, said: Words, place: int | None = None) -> str:
@@ -257,7 +257,7 @@ def _running(work: Workplace, item: Item, said: Words) -> Running:
         **Row.facts(work, item),
         learns=_learns(work, item, said),
         said=message,
-        left=said.message(left) if not download else "",
+        left=said.message(left) if not download and left != FINISHING else "",
         left_from=_left_from(status, said),
         finishes=said.message(_finishes(status))
         if status is not None and left and not download
@@ -272,6 +272,8 @@ def _doing(status: RunStatus | None) -> str:
     """Return what an item does: its step and loss while it trains, what it works at before and between."""
     if status is None or status.state in _BEFORE:
         return "starting"
+    if status.state == "finished":  # its process ends in a moment
+        return FINISHING
     says_itself = status.state != "running" or status.phase == "train"
     return status.message if says_itself else doing(status)
 

@@ -45,6 +45,16 @@ export function sectionsOf(page) {
     if (fold) fold.open = true;
   }
 
+  // A group names its settings that stand under what is changed most often.
+  root.addEventListener("click", (event) => {
+    const link = event.target.closest("a[data-setting]");
+    if (!link) return;
+    event.preventDefault();
+    const row = document.getElementById(link.dataset.setting);
+    reveal(row);
+    row.querySelector("input, select, textarea").focus();
+  });
+
   /** Show the group that is chosen, or all in which a search finds something; what is changed where, and what refused. */
   function draw() {
     const isLooking = looksFor();

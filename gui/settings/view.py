@@ -116,6 +116,8 @@ class Section:
     doc: str
     icon: str
     fields: tuple[Field, ...]
+    usual: tuple[Field, ...] = ()
+    """Its fields that stand under what is changed most often."""
 
 
 @cache
@@ -140,6 +142,7 @@ def form(language: str = ENGLISH) -> tuple[Section, ...]:
                 for info in infos.values()
                 if info.section == name and info.key not in USUAL
             ),
+            usual=tuple(each for each in usual.fields if infos[each.key].section == name),
         )
         for name, field in Config.model_fields.items()
     )

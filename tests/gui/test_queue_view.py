@@ -298,7 +298,7 @@ def test_the_line_says_who_works_and_for_what_it_waits(
     assert "&lt;b&gt;torch" in shown(work)
     monkeypatch.setattr(worker, "worker_fault", lambda runs: "")
     monkeypatch.setattr(worker, "worker_pid", lambda runs: 1)
-    assert "closing this page" in line()
+    assert "you close this page" in line()
     by_hand = place.runs / "by-hand"
     by_hand.mkdir()
     write_status(by_hand, message="")
