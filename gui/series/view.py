@@ -78,6 +78,8 @@ class Recorded:
     losses: Mapping[int, float]
     gains: Mapping[int, float]
     images: Sequence[SampleImage]
+    dataset: str = ""
+    """The fingerprint of what it learned from, empty until it is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +293,7 @@ def members(work: Workplace, found: Named, _: Words) -> tuple[Html, bool]:
         best=best[0].label if len(best) == 1 else "",
         equal=", ".join(each.label for each in best) if len(best) > 1 else "",
         goes=goes,
+        differ=len({each.recorded.dataset for each in trained} - {""}) > 1,
         chart=_chart(trained, _),
         columns=[
             (row["label"], row["css"], "" if each.shown_step is None else f"{each.shown_step:,}")
@@ -363,6 +366,7 @@ def _recorded(folder: Path, stamp: runs.Stamp) -> Recorded:
         losses=losses(history),
         gains=gains_of(history),
         images=history.samples,
+        dataset=history.run.dataset.fingerprint,
     )
 
 

@@ -112,12 +112,16 @@ def plan(
     leads_to: str = "",
     leads_to_time: str = "",
     afresh: Sequence[str] = (),
+    of_file: Sequence[str] = (),
+    on_base: str = "",
     slider: Mapping[str, str] | None = None,
 ) -> Html:
     """Return a plan: one line and what it warns of; numbers and decisions folded.
 
     A try-out comes with the one press that leads to the base `leads_to`, which is for other programs and fits here,
     and how long that takes; empty where none does. Settings `afresh` are left to the plan by it.
+    One whose settings `of_file` were brought for another base comes with the press that leaves them to the plan, on the
+    same base `on_base`.
     """
     memory, time = found.memory, found.time
     return render(
@@ -135,6 +139,8 @@ def plan(
         leads_to_name=title(leads_to),
         leads_to_time=leads_to_time,
         afresh=" ".join(afresh),
+        of_file=" ".join(of_file),
+        on_base=on_base,
         remarks=[*of_images(found, said), *_remarks(found, said)],
         base=found.base,
         base_name=title(found.base),

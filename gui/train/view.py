@@ -231,7 +231,7 @@ def start(work: Workplace, draft_id: str, *, plans: command_lines.Plans | None =
             draft = replace(draft, planned={} if shown is None else _chosen(shown))
             if any(draft.also.values()):
                 planned = {} if shown is None else _varied(draft, shown)
-                series = variants.start(work, draft, planned=planned)
+                series = variants.start(work, _with_prompts(draft, shown), planned=planned)
                 draft = replace(draft, started_as=series.members[0].item, series=series.id)
             else:
                 words = command_lines.train_words(draft, work)
@@ -241,6 +241,18 @@ def start(work: Workplace, draft_id: str, *, plans: command_lines.Plans | None =
             drafts.save(work, draft)
     worker.ensure_worker(work.runs)
     return draft
+
+
+def _with_prompts(draft: Draft, shown: PlanRecord | None) -> Draft:
+    """Return the draft of several trainings with the prompts that its plan has shown.
+
+    Each reads its images when it starts, and would choose others if captions were changed meanwhile: their pictures
+    could not be compared.
+    """
+    prompts = [] if shown is None else [line for line in shown.sampling.prompts if line]
+    if not prompts or fields.PROMPTS in draft.settings or draft.kind == SLIDER:
+        return draft
+    return draft.with_setting(fields.PROMPTS, prompts)
 
 
 def _shown_plan(draft: Draft, plans: command_lines.Plans) -> PlanRecord | None:
@@ -481,11 +493,18 @@ def _nameless(draft: Draft, found: PlanRecord, said: Words) -> Html:
 def _leads_to(
     plans: command_lines.Plans, draft: Draft, found: PlanRecord, said: Words
 ) -> Mapping[str, Any]:
-    """Return the base that a try-out leads to, how long it takes and what is chosen afresh for it.
+    """Return the base that a try-out leads to, how long it takes and what is chosen afresh for it; and what a file
+    says of length and size, which is for its own base: on the miniature it would take weeks.
 
     Nothing for a plan for other programs.
     """
-    base = that_fits(plans, draft, said) if found.base in MINIATURES else ""
+    if found.base not in MINIATURES:
+        return {}
+    if of_file := [
+        key for key in (fields.STEPS, fields.SIZE) if draft.brought and key in draft.settings
+    ]:
+        return {"of_file": of_file, "on_base": draft.base or "auto"}
+    base = that_fits(plans, draft, said)
     if not base:
         return {}
     answer = plans.of(fields.on_base(draft, base))  # known since it was found to fit

@@ -81,6 +81,7 @@ def planned(
             "settings": settings,
             "memory": memory,
             "disk": {"cache": 2**30, "states": 2**29, "exports": 2**29},
+            "sampling": {"prompts": ["a cat", "a cat, at night"]},
         }
         return command_lines.Answer(values=values)
 
@@ -320,6 +321,31 @@ def test_what_the_plan_chose_names_a_training_before_it_begins(
         assert "as planned" not in shown
     assert "Rank 16, Learning rate 0.001" in page.get(address).text
     assert "Rank 8, Learning rate 0.001" in page.get(address).text
+
+
+def test_all_draw_the_prompts_that_were_shown_whatever_is_done_to_the_captions_meanwhile(
+    work: Workplace, draft: drafts.Draft, page: TestClient
+) -> None:
+    plans = command_lines.Plans(work, ask=planned())
+    train.plan_part(work, draft, SAID, plans)
+    series = variants.read(work, train.start(work, draft.id, plans=plans).series)
+    queued = commands.items(work.runs)
+    assert len(queued) > 2
+    for item in queued:
+        assert '--set=sampling.prompts=["a cat", "a cat, at night"]' in item.argv
+    assert fields.PROMPTS not in drafts.read(work, draft.id).settings, "nobody typed them"
+    names = [member.name for member in series.members]
+    for name in names[:2]:
+        trained(work, name, gain=0.2)
+    for item in queued:
+        commands.remove(work.runs, item.id)
+    address = view.page_url(series.id)
+    assert "were changed between these trainings" not in page.get(address).text
+    record = work.runs / names[1] / "run.json"
+    values = json.loads(record.read_text())
+    values["dataset"]["fingerprint"] = "another"
+    record.write_text(json.dumps(values))
+    assert "were changed between these trainings" in page.get(address).text
 
 
 def test_trainings_stand_in_the_order_of_their_values(

@@ -414,6 +414,8 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     assert 'data-base="of/b" data-afresh="train.steps data.resolution"' in plan.plan(
         found, SAID, leads_to="of/b", afresh=fields.of_try_out(EMPTY)
     )
+    brought = plan.plan(found, SAID, of_file=["train.steps"], on_base="auto")
+    assert 'data-base="auto" data-afresh="train.steps">Take those of the miniature' in brought
     slow = plan.plan(found, SAID, leads_to="of/b", leads_to_time="about 4 to 15 days")
     assert "here about 4 to 15 days" in slow
     assert "data-base" not in html, "none fits"
