@@ -376,7 +376,7 @@ def _label(values: Mapping[str, Any], keys: Sequence[str], _: Words) -> str:
     for key in keys:
         value = values.get(key, _("as planned"))
         shown = value if isinstance(value, str) else json.dumps(value)
-        parts.append(f"{setting_said(key, _)} {shown}")
+        parts.append(f"{setting_said(key, _)} {_.value(shown)}")
     return ", ".join(parts)
 
 
