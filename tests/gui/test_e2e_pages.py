@@ -682,8 +682,12 @@ def test_a_mask_is_painted_and_a_crop_dragged_on_the_picture_both_saved_and_undo
         assert drawn.size == (96, 64)
         assert drawn.getpixel((28, 32)) == 255 and drawn.getpixel((80, 32)) == 0
     written = mask.read_bytes()
-    dialog.get_by_role("button", name="Mask", exact=True).click()
+    dialog.locator(".wb-masked img").wait_for()  # what counts little is seen on the image
+    paints = dialog.get_by_role("button", name="Mask", exact=True)
+    place = paints.bounding_box()
+    paints.click()
     canvas.focus()
+    assert paints.bounding_box() == place, "a second press there would be on another button"
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Space")
     dialog.locator(".brush").wait_for()  # who paints with keys sees where
