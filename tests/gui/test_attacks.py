@@ -93,7 +93,7 @@ class Attacker:
         self, method: str, path: str, headers: Mapping[str, str] | None = None, body: bytes = b""
     ) -> Reply:
         """Send one request as it stands; a header of the value "" is left out."""
-        connection = AtOnce("127.0.0.1", self.server.port, timeout=30)
+        connection = AtOnce("127.0.0.1", self.server.port, timeout=120)
         fields = {"Host": self.server.host, "Cookie": self.cookie, **(headers or {})}
         if body or method == "POST":
             fields.setdefault("Content-Length", str(len(body)))
