@@ -177,12 +177,20 @@ def planned_words(item: Item) -> tuple[str, ...] | None:
             continue
         # The process that plans works in another folder.
         here = Path(item.folder) / value if value else None
-        value = str(here) if here is not None and here.exists() else value
+        value = str(here) if here is not None and _is_there(here) else value
         if option in _SHORT:
             planned.append(f"--set={_SHORT[option]}={value}")
         else:
             planned.append(f"{option}={value}" if option and value else option or value)
     return ("plan", *planned, "--json")
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a value is a path; that of a setting, such as prompts, may be too long for a name, or hold a null."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def dataset_of(item: Item) -> Path | None:

@@ -607,6 +607,11 @@ def test_a_training_of_a_terminal_is_planned_as_it_is_trained(place: Place) -> N
     item = commands.add(place.runs, words.split(), label="a", folder=place.folder)
     folder = place.folder / "cats"
     assert times.dataset_of(item) == folder
+    prompts = "--set=sampling.prompts=" + json.dumps(
+        ["a cat on a sofa"] * 40
+    )  # too long for a name
+    long = commands.add(place.runs, ["cats", prompts], label="b", folder=place.folder)
+    assert times.planned_words(long) == ("plan", str(folder), prompts, "--json")
     assert times.planned_words(item) == (
         *("plan", str(folder), "--set=train.steps=30", "--set=train.seed=2", "--base=embedded"),
         *("--set=adapter.rank=2", "--json"),
